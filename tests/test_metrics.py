@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from conftest import Register
+from kit.waits import eventually
 
-from torchpipe_py import SetupError, pipe
+from torchpipe_py import SetupError, WorkerDied, pipe
 from torchpipe_py.metrics import (
     DEFAULT_BUCKETS,
     MOST_LABEL_SETS,
@@ -205,8 +208,65 @@ def test_process_brings_its_metrics_to_the_pipe(restored: Register) -> None:
             run({"data": value})
         metrics = run.stats()["metrics"]
     assert values(metrics, "faces") == {("0",): 2.0, ("5",): 2.0}
-    assert values(metrics, "level") == {(): 5.0}
     assert values(metrics, "match_seconds") == {(): ([2, 0, 2], 10.0)}
+
+
+class Levelled:
+    """Sets gauges to ``data``, a level; ends its process for -1."""
+
+    def init(self, config: dict[str, Any]) -> None:
+        self.level = Gauge("level", "Fill level")
+        self.by_size = Gauge("by_size", "Fill level", ["is_large"])
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        (item,) = items
+        if item["data"] < 0:
+            os._exit(1)
+        self.level.set(item["data"])
+        self.by_size.labels(item["data"] > 10).set(item["data"])
+        item["result"] = os.getpid()
+        if "path" in item:
+            # Both instances have an item before one of them gives its result.
+            Path(item["path"], str(item["data"])).touch()
+            eventually(lambda: len(os.listdir(item["path"])) == 2)
+
+
+def gauges(run: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    metrics = run.stats()["metrics"]
+    return values(metrics, "level"), values(metrics, "by_size")
+
+
+@pytest.mark.parametrize("backend", ["Levelled", "Process[Levelled]"])
+def test_gauge_is_the_sum_over_instances(restored: Register, tmp_path: Path, backend: str) -> None:
+    restored.register_backend(Levelled, "Levelled")
+    with pipe({"backend": backend, "instance_num": 2}) as run:
+        run([{"data": level, "path": str(tmp_path)} for level in (5, 40)])
+        assert gauges(run) == ({(): 45.0}, {("False",): 5.0, ("True",): 40.0})
+
+
+def test_gauge_of_a_process_that_died_no_longer_counts(restored: Register, tmp_path: Path) -> None:
+    restored.register_backend(Levelled, "Levelled")
+    with pipe({"backend": "Process[Levelled]", "instance_num": 2}) as run:
+        run([{"data": level, "path": str(tmp_path)} for level in (5, 40)])
+        with pytest.raises(WorkerDied):
+            run({"data": -1})
+        assert gauges(run) in [
+            ({(): 5.0}, {("False",): 5.0}),
+            ({(): 40.0}, {("True",): 40.0}),
+        ]
+
+
+def test_changes_that_arrive_after_their_process_died_count_but_for_gauges() -> None:
+    own = Metrics()
+    sent = {"level": family("gauge", (("x",), 3)), "faces": family("counter", (("x",), 1))}
+    own.enter("first")
+    own.merge(sent, "first")
+    own.enter("second")
+    own.merge(sent, "second")
+    assert values(own.stats(), "level") == {("x",): 6.0}
+    own.leave("first")
+    own.merge(sent, "first")
+    assert (values(own.stats(), "level"), values(own.stats(), "faces")) == ({("x",): 3.0}, {("x",): 3.0})
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------

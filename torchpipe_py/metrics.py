@@ -12,7 +12,7 @@ A backend declares them in its ``init`` or ``setup``, and changes them from any 
             ...
             self.found.labels(item["camera"]).inc(len(faces))
 
-``pipe.stats()["metrics"]`` has their values, the service's ``/metrics`` the sums over its processes.
+``pipe.stats()["metrics"]`` has the sums over its instances, the service's ``/metrics`` those over its processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class Metric:
         self._declare(name, documentation, labelnames, ())
 
     def _declare(self, name: str, documentation: str, labelnames: Sequence[str], bounds: Sequence[float]) -> None:
-        metrics = current()
+        metrics, self._source = _CURRENT.get()
         if metrics is None:
             raise RuntimeError(f"the metric {name!r} is to be declared in `init` or `setup` of a backend or filter")
         self._series = metrics.declare(self.kind, name, documentation, labelnames, bounds)
@@ -83,7 +83,7 @@ class Metric:
         elif named or len(values) != len(names) or not names:
             raise ValueError(f"the labels of metric {self._series.name!r} are: {', '.join(names) or 'none'}")
         made = object.__new__(type(self))
-        made._series, made._key = self._series, tuple(map(_text, values))
+        made._series, made._source, made._key = self._series, self._source, tuple(map(_text, values))
         return made
 
     def _change(self, amount: float) -> tuple[tuple[str, ...], float] | None:
@@ -113,19 +113,19 @@ class Counter(Metric):
 
 
 class Gauge(Metric):
-    """A number that goes up and down; ``/metrics`` shows the sum over the running processes. See ``Metric``."""
+    """A number that goes up and down, of each instance: the sum over those that are alive is shown. See ``Metric``."""
 
     kind = "gauge"
 
     def set(self, value: float) -> None:
-        """Set it to ``value``, for all instances of the process."""
+        """Set the instance's part of the sum to ``value``."""
         if (change := self._change(value)) is not None:
-            self._series.put(*change)
+            self._series.put(*change, self._source)
 
     def inc(self, amount: float = 1.0) -> None:
         """Add ``amount``."""
         if (change := self._change(amount)) is not None:
-            self._series.add(*change)
+            self._series.add(*change, self._source)
 
     def dec(self, amount: float = 1.0) -> None:
         """Subtract ``amount``."""
@@ -159,7 +159,10 @@ class Histogram(Metric):
 
 
 class Series:
-    """The values of a metric by label values, for any thread: numbers, or the counts and the sum of a histogram."""
+    """The values of a metric by label values, for any thread: numbers, or the counts and the sum of a histogram.
+
+    A gauge has a number for each source: an instance of a node, or a process that one has started.
+    """
 
     def __init__(self, kind: str, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
         self.kind, self.name, self.text = kind, name, text
@@ -173,7 +176,9 @@ class Series:
         return {} if self.labels else {(): self._nothing()}
 
     def _nothing(self) -> Any:
-        return [[0] * (len(self.bounds) + 1), 0.0] if self.kind == "histogram" else 0.0
+        if self.kind == "histogram":
+            return [[0] * (len(self.bounds) + 1), 0.0]
+        return {} if self.kind == "gauge" else 0.0
 
     def _place(self, key: tuple[str, ...]) -> tuple[str, ...]:
         """The key under which the values of ``key`` are kept, which is there."""
@@ -185,16 +190,31 @@ class Series:
             self._values.setdefault(key, self._nothing())
         return key
 
-    def add(self, key: tuple[str, ...], amount: float) -> None:
-        """Add to a number."""
+    def add(self, key: tuple[str, ...], amount: float, source: Hashable = None) -> None:
+        """Add to a number; ``source`` is for gauges."""
         with self._lock:
             key = self._place(key)
-            self._values[key] = _bounded(self._values[key] + amount)
+            if self.kind == "gauge":
+                parts = self._values[key]
+                parts[source] = _bounded(parts.get(source, 0.0) + amount)
+            else:
+                self._values[key] = _bounded(self._values[key] + amount)
 
-    def put(self, key: tuple[str, ...], value: float) -> None:
-        """Set a number."""
+    def put(self, key: tuple[str, ...], value: float, source: Hashable) -> None:
+        """Set the number of a gauge's source."""
         with self._lock:
-            self._values[self._place(key)] = value
+            self._values[self._place(key)][source] = value
+
+    def forget(self, source: Hashable) -> None:
+        """Drop what a source has set of a gauge, and labels that no other one has set."""
+        if self.kind != "gauge":
+            return
+        with self._lock:
+            for key, parts in [*self._values.items()]:
+                if parts.pop(source, None) is not None:
+                    self._is_changed = True
+                    if self.labels and not parts:
+                        del self._values[key]
 
     def observe(self, key: tuple[str, ...], value: float) -> None:
         """Count a value of a histogram."""
@@ -220,6 +240,8 @@ class Series:
             labels = dict(zip(self.labels, key, strict=True))
             if self.kind == "histogram":
                 samples.append({"labels": labels, "counts": list(value[0]), "sum": value[1]})
+            elif self.kind == "gauge":
+                samples.append({"labels": labels, "value": _bounded(sum(value.values()))})
             else:
                 samples.append({"labels": labels, "value": value})
         family = {"kind": self.kind, "help": self.text, "labels": list(self.labels), "samples": samples}
@@ -235,13 +257,18 @@ class Series:
                 self._values = self._start()
             return family
 
-    def merge(self, changes: Family) -> None:
-        """Take over the changes of another process."""
+    def merge(self, changes: Family, source: Hashable) -> None:
+        """Take over the changes of another process, which is the ``source``."""
+        if self.kind == "gauge":
+            self.forget(source)  # its changes have all values of a gauge
         with self._lock:
             for sample in changes["samples"]:
                 key = self._place(tuple(sample["labels"].values()))
                 if self.kind == "gauge":
-                    self._values[key] = sample["value"]
+                    parts = self._values[
+                        key
+                    ]  # which are those of several keys of the source beyond the limit of labels
+                    parts[source] = _bounded(parts.get(source, 0.0) + sample["value"])
                 elif self.kind == "counter":
                     self._values[key] = _bounded(self._values[key] + sample["value"])
                 else:
@@ -251,10 +278,14 @@ class Series:
 
 
 class Metrics:
-    """The metrics of a pipe, by name."""
+    """The metrics of a pipe, by name.
+
+    Processes of its nodes ``enter`` and ``leave``: only those in between have gauges, whenever their changes arrive.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._processes: set[Hashable] = set()
         self._series: dict[str, Series] = {}
 
     def declare(self, kind: str, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Series:
@@ -295,27 +326,43 @@ class Metrics:
         changes = {name: series.take_changes() for name, series in list(self._series.items())}
         return {name: family for name, family in changes.items() if family is not None}
 
-    def merge(self, changes: Mapping[str, Family]) -> None:
+    def enter(self, process: Hashable) -> None:
+        """Let the gauges of a process count from now on."""
+        with self._lock:
+            self._processes.add(process)
+
+    def leave(self, process: Hashable) -> None:
+        """Let the gauges of a process count no longer: it has ended."""
+        with self._lock:
+            self._processes.discard(process)
+            for series in self._series.values():
+                series.forget(process)
+
+    def merge(self, changes: Mapping[str, Family], process: Hashable) -> None:
         """Take over the changes of another process; logs what is declared differently here."""
         for name, family in changes.items():
             try:
                 declared = family["kind"], name, family["help"], family["labels"], family.get("bounds", ())
-                self.declare(*declared).merge(family)
+                series = self.declare(*declared)
             except ValueError as error:
                 logger.warning("%s", error)
+                continue
+            with self._lock:
+                if series.kind != "gauge" or process in self._processes:
+                    series.merge(family, process)
 
 
-_CURRENT: ContextVar[Metrics | None] = ContextVar("torchpipe_py.metrics", default=None)
+_CURRENT: ContextVar[tuple[Metrics | None, Hashable]] = ContextVar("torchpipe_py.metrics", default=(None, None))
 
 
 def current() -> Metrics | None:
     """The metrics of the pipe that the calling thread sets up a backend of."""
-    return _CURRENT.get()
+    return _CURRENT.get()[0]
 
 
-def collect_in(metrics: Metrics | None) -> None:
-    """From now on, what backends on this thread declare belongs to ``metrics``."""
-    _CURRENT.set(metrics)
+def collect_in(metrics: Metrics | None, source: Hashable = None) -> None:
+    """From now on, what backends on this thread declare belongs to ``metrics``; ``source`` sets the gauges."""
+    _CURRENT.set((metrics, source))
 
 
 def summed(parts: Iterable[Mapping[str, Family]]) -> dict[str, Family]:

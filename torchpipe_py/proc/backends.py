@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend, tensor_key
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
@@ -69,8 +70,9 @@ class Process(HandOverBackend):
         self._range, self._signature = (1, 1), Signature()
         self._pool: Pool = config.shared.get(Pool, Pool)
         start = partial(self._start, START_SECONDS)
-        self._restarter = Restarter(config.label, Pool(), start, self.max_seconds)
+        self._restarter = Restarter(config.label, Pool(), start, self.max_seconds, self._forget_gauges)
         self._metrics: Metrics | None = None  # of the pipe
+        self._name = ""  # of the process, among the sources of gauges
 
     def prefer_color(self, color: str | None) -> str | None:
         self._colors = (color,)
@@ -128,6 +130,7 @@ class Process(HandOverBackend):
         child = self._restarter.leave()
         if child is not None:
             child.close()
+            self._forget_gauges()
 
     def max(self) -> int:
         return self._range[1]
@@ -150,10 +153,17 @@ class Process(HandOverBackend):
     def _start(self, seconds: float | None) -> LinkedChild:
         # NOTE: checked each time, since PyTorch may be imported after the first process was started.
         takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
-        setup = replace(self._setup, takes_tensors=takes_tensors)
+        self._name = uuid4().hex
+        setup = replace(self._setup, takes_tensors=takes_tensors, name=self._name)
         child = LinkedChild(self.config.label, self.config.instance, launch, ROOM)
         self._range, self._signature = child.set_up(setup, seconds)
+        if self._metrics is not None:
+            self._metrics.enter(self._name)
         return child
+
+    def _forget_gauges(self) -> None:
+        if self._metrics is not None:
+            self._metrics.leave(self._name)
 
 
 class Isolated(ItemBackend):

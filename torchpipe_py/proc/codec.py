@@ -152,12 +152,12 @@ class ItemOutcome(NamedTuple):
 def take_outcome(item: Data, sent: Data, outcome: Any, metrics: Metrics | None = None) -> BaseException | None:
     """``apply`` a packed outcome to the dict; returns any exception.
 
-    ``metrics`` gets the changes of the other process's. NOTE: the dict may be of a caller's class and raise, but the
-    thread that takes answers must continue.
+    ``metrics`` gets the changes of the other process's, and its name. NOTE: the dict may be of a caller's class and
+    raise, but the thread that takes answers must continue.
     """
     try:
         if metrics is not None and (changes := outcome[0].pop(METRICS_KEY, None)):
-            metrics.merge(changes)
+            metrics.merge(*changes)
         ItemOutcome(*outcome).apply(item, sent)
     except BaseException as error:
         return error

@@ -127,11 +127,15 @@ class Restarter:
     """Keeps a child process running for a pool and replaces it if it dies; used on one thread, which starts them.
 
     ``start`` starts one that is ready for calls. ``max_seconds``: a child whose call takes longer is killed; 0 means no
-    limit.
+    limit. ``on_lost`` is called after one has died.
     """
 
-    def __init__(self, label: str, pool: Pool, start: Callable[[], LinkedChild], max_seconds: float) -> None:
+    def __init__(
+        self, label: str, pool: Pool, start: Callable[[], LinkedChild], max_seconds: float,
+        on_lost: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self._label, self.pool, self._start, self.max_seconds = label, pool, start, max_seconds
+        self._on_lost = on_lost
         self.child: LinkedChild | None = None
 
     def enter(self, child: LinkedChild) -> None:
@@ -199,6 +203,7 @@ class Restarter:
     def _lose(self, error: WorkerDied, is_at_fault: bool = False) -> None:
         child, self.child = self.child, None
         if child is not None:
+            self._on_lost()  # first, since who gets the error may look
             self.pool.lose(child.link, error, is_at_fault)
 
     def _restart(self, is_over: Callable[[], bool]) -> None:

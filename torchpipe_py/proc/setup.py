@@ -24,6 +24,7 @@ class Setup:
 
     ``config`` holds the instance index, ``colors`` the arguments of ``prefer_color`` (or is empty), ``log_level`` the
     level of this package's logger, and ``max_memory`` the MiB allowed on top of the memory after setup; 0: no limit.
+    ``name`` is the process's among the sources of gauges.
     ``takes_tensors``: import PyTorch now, so that the import does not count towards the limits of a batch.
     """
 
@@ -35,6 +36,7 @@ class Setup:
     log_level: int
     max_memory: int = 0
     takes_tensors: bool = False
+    name: str = ""
 
 
 def pickle_plan(config: BackendConfig) -> bytes:

@@ -87,6 +87,7 @@ class _Worker(Answerer):
 
     _backend: Backend
     _metrics: Metrics
+    _name: str
 
     def answer(self, header: Header, slot: int) -> Packed:
         if header.kind == CLOSE:
@@ -101,7 +102,7 @@ class _Worker(Answerer):
         self._backend.forward(items)
         outcomes = list(map(ItemOutcome.of, before, items))
         if changes := self._metrics.take_changes():
-            outcomes[0].changed[METRICS_KEY] = changes
+            outcomes[0].changed[METRICS_KEY] = changes, self._name
         return pack_outcomes(outcomes)
 
     def _set_up(self, setup: Setup) -> Any:
@@ -109,7 +110,7 @@ class _Worker(Answerer):
         logging.getLogger("torchpipe_py").setLevel(setup.log_level)
         if setup.main:
             self.link.before_main = partial(load_main, setup.main)
-        self._metrics = Metrics()
+        self._metrics, self._name = Metrics(), setup.name
         collect_in(self._metrics)
         backend = make_backend(setup, self.link.before_main)
         try:

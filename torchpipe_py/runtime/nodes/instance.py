@@ -104,7 +104,7 @@ class Instance(Sleeper):
         return self._thread is threading.current_thread() or threading.get_ident() in self.stand_ins
 
     def _main(self) -> None:
-        collect_in(self._metrics)
+        collect_in(self._metrics, (self.node, self.index))
         try:
             self._set_up()
         except BaseException as error:
