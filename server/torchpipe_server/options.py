@@ -44,7 +44,7 @@ class Options:
     cors_origin: str = _option(
         "",
         "origins whose pages may call --port and --http-port and read the answers, as https://app.example, separated "
-        "by commas, * for any part; never with credentials, and not to load or unload models",
+        "by commas, * for any part without /, ? and #; never with credentials, and not to load or unload models",
     )
     grpc_port: int = _option(
         -1, "port of the Open Inference Protocol over gRPC, at --host; 0: any free one; -1: none", -1, 65535

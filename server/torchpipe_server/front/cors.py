@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 from torchpipe_py.serving import Done, HttpAnswer, HttpRequest, Method, to_strings
 
@@ -14,14 +14,16 @@ _SECONDS = 600
 
 
 class CrossOrigin:
-    """Adds header fields to answers to pages of ``origins``, separated by commas; ``*`` stands for anything.
+    """Adds header fields to answers to pages of ``origins``, separated by commas.
 
+    ``*`` alone is any origin; within one it is any text without the characters ``/``, ``?`` and ``#``.
     Pages never send credentials: the fields that would allow them are left out.
     """
 
     def __init__(self, origins: str) -> None:
-        self._origins = [origin.rstrip("/").lower() for origin in to_strings(origins)]
-        self._is_any = "*" in self._origins
+        names = [origin.rstrip("/").lower() for origin in to_strings(origins)]
+        self._is_any = "*" in names
+        self._patterns = [re.compile("[^/?#]*".join(map(re.escape, name.split("*")))) for name in names]
         self.preflight = Method(HttpRequest, self._answer)
         """Answers a request that ``is_preflight``, whose path takes the method that the page wants to use."""
 
@@ -45,7 +47,9 @@ class CrossOrigin:
 
     def _is_allowed(self, request: HttpRequest) -> bool:
         origin = request.fields.get("origin")
-        return origin is not None and any(fnmatchcase(origin.lower(), allowed) for allowed in self._origins)
+        if origin is None or self._is_any:
+            return origin is not None
+        return any(pattern.fullmatch(origin.lower()) for pattern in self._patterns)
 
     def _answer(self, request: HttpRequest, done: Done) -> None:
         asked = request.fields

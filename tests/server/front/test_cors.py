@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -54,6 +55,46 @@ def test_origins_are_names_and_patterns(origins: str, allowed: list[str], refuse
 
     assert [granted(origin) for origin in allowed] == ["*" if origins == "*" else origin for origin in allowed]
     assert [granted(origin) for origin in refused] == [None] * len(refused)
+
+
+PATTERNS = ("https://*.lab.example", "http://localhost:*", "*://app.example", "https://a?c.[ab].example")
+PARTS = ["https", "http", "://", "/", "?", "#", "*", "evil.example", "app.example", "localhost", ".lab.example", ":80"]
+PARTS += ["a", "abc", ".a.example", "[ab]", "@", "\\", "\n", "%2f"]
+
+
+def matches(pattern: str, origin: str) -> bool:
+    """Whether the stars of the pattern can stand for texts without the three characters that end an origin's part."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return origin == first
+    if not origin.startswith(first):
+        return False
+    left = origin[len(first) :]
+    shortest = min((left.find(mark) for mark in "/?#" if mark in left), default=len(left))
+    return any(matches("*".join(rest), left[size:]) for size in range(shortest + 1))
+
+
+def test_star_never_leaves_its_part_of_an_origin() -> None:
+    draw = random.Random(5)
+    seen = {True: 0, False: 0}
+    for pattern in PATTERNS:
+        rule = CrossOrigin(pattern)
+        stars = pattern.split("*")
+        for _ in range(3000):
+            if draw.random() < 0.5:  # the pattern with hostile texts in place of its stars
+                texts = ["".join(draw.choices(PARTS, k=draw.randrange(4))) for _ in stars[1:]]
+                origin = stars[0] + "".join(map("".join, zip(texts, stars[1:], strict=True)))
+            else:
+                origin = "".join(draw.choices(PARTS, k=draw.randrange(1, 7)))
+            fields = rule.fields(HttpRequest("GET", "/", fields={"origin": origin}), {})
+            is_allowed = "Access-Control-Allow-Origin" in fields
+            assert is_allowed == matches(pattern, origin), (pattern, origin)
+            if is_allowed:
+                assert origin.count("/") == 2
+                assert origin.count("://") == 1
+                assert not {"?", "#"} & {*origin} or pattern.count("?")
+            seen[is_allowed] += 1
+    assert min(seen.values()) > 1000
 
 
 def test_no_name_allows_no_origin() -> None:
