@@ -213,6 +213,23 @@ def test_other_results_are_json_or_not_acceptable(decoder: LocalServer) -> None:
     assert (status, answer["code"]) == (406, "not_acceptable")
 
 
+@pytest.mark.parametrize("way", [doors.over_http, doors.over_ray])
+def test_images_of_other_types_are_refused(house: House, way: Any) -> None:
+    def asked(accept: str) -> doors.Answer:
+        fields = {"content-type": "application/json", "accept": accept}
+        body = json.dumps({"inputs": {"data": TEXT}, "node_name": "decoder"}).encode()
+        form = doors.Http("/infer", body, fields, lambda body, told: {"is_json": body[:1] == b"{"})
+        answer: doors.Answer = way(lambda asked: form)(house, doors.Asked("decoder", {}, []))
+        return answer
+
+    refused = asked("image/webp")
+    assert refused.code == "not_acceptable"
+    assert "image/png" in refused.message
+    assert "image/jpeg" in refused.message
+    assert asked("image/webp, */*;q=0.1").values == {"is_json": True}
+    assert asked("image/webp, image/*;q=0.1").values == {"is_json": False}
+
+
 def test_errors_are_json_whatever_is_accepted(decoder: LocalServer) -> None:
     status, answer = ask(decoder.port, b"no image", Accept="image/png")
     assert (status, answer["code"]) == (400, "decode_error")

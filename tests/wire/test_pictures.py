@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchpipe_py.errors import NoResult
-from torchpipe_py.wire.pictures import Accepted, accepted_image, to_image
+from torchpipe_py.wire.pictures import Accepted, NotAcceptableError, accepted_image, to_image
 
 PIXELS = np.arange(2 * 5 * 3, dtype="u1").reshape(2, 5, 3)
 
@@ -28,6 +28,15 @@ PIXELS = np.arange(2 * 5 * 3, dtype="u1").reshape(2, 5, 3)
         ("image/png, */*;q=0", "image/png", True),
         ("image/png;q=0.5, image/jpeg", "image/jpeg", True),
         ("image/avif,image/webp,image/png,*/*;q=0.8", "image/png", False),
+        ("image/webp, image/png;q=0.1", "image/png", True),
+        ("image/webp, image/*;q=0.1", "image/png", True),
+        ("image/*, image/png;q=0", "image/jpeg", True),
+        ("image/*, image/png;q=0.5", "image/jpeg", True),
+        ("image/jpeg, image/*", "image/jpeg", True),
+        ("image/jpeg, image/png", "image/jpeg", True),
+        ("image/png, application/json;q=0, */*", "image/png", True),
+        ("image/jpeg, application/*;q=0.1", "image/jpeg", False),
+        ("image/png;q=7, application/json", "image/png", False),
         ("image/jpeg;level=1; q=0.3, image/png ; q=0.2", "image/jpeg", True),
     ],
 )
@@ -38,12 +47,25 @@ def test_accepted_image_is_the_preferred_one(accept: str, kind: str, is_only: bo
 @pytest.mark.parametrize(
     "accept",
     [
-        "", "*/*", "application/json", "text/html", "image/webp", "image/png;q=0", "image/png;q=x",
-        "application/json, image/png;q=0.5",
+        "", "*/*", "application/json", "text/html", "image/png;q=0", "image/png;q=x", "image/png;q=nan",
+        "application/json, image/png;q=0.5", "image/png;q=0.5, */*", "image/webp, */*;q=0.1", "image/webp;q=0",
+        "image/avif, application/*", "image/*;q=0.2, application/json;q=0.3",
     ],
 )  # fmt: skip
 def test_others_accept_no_image(accept: str) -> None:
     assert accepted_image(accept) is None
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "image/webp", "image/svg+xml, text/html", "image/webp, image/png;q=0", "image/webp, */*;q=0",
+        "image/avif, application/json;q=0, */*",
+    ],
+)  # fmt: skip
+def test_images_of_other_types_are_not_acceptable(accept: str) -> None:
+    with pytest.raises(NotAcceptableError, match="neither image/png nor image/jpeg, nor application/json"):
+        accepted_image(accept)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from torchpipe_py.wire.values import is_array, to_array
 
 PNG, JPEG = "image/png", "image/jpeg"
 _JSON = "application/json"
-_KINDS = {PNG: PNG, JPEG: JPEG, "image/jpg": JPEG, "image/*": PNG}
+_NAMES = {PNG: (PNG,), JPEG: (JPEG, "image/jpg")}
 _ENDINGS = {PNG: ".png", JPEG: ".jpg"}
 
 
 class NotAcceptableError(NoResult):
-    """A result that has none of the forms that its client accepts."""
+    """A client accepts none of the forms that its result has."""
 
     code = "not_acceptable"
 
@@ -34,28 +34,47 @@ class Accepted(NamedTuple):
 
 
 def accepted_image(accept: str) -> Accepted | None:
-    """The image that a request's ``Accept`` prefers; ``None`` where it does not, or prefers JSON."""
+    """The image that a request's ``Accept`` prefers; ``None`` where it does not, or prefers JSON.
+
+    A type's weight is that of its own name, or else of ``image/*``, or else of ``*/*``. Raises ``NotAcceptableError``
+    if it names images, but neither ours nor JSON.
+    """
     accept = accept.lower()
     if "image/" not in accept:
         return None
     weights: dict[str, float] = {}
     for part in accept.split(","):
-        kind, *parameters = (piece.strip() for piece in part.split(";"))
-        weights.setdefault(kind, _weight(parameters))
-    wanted = max((kind for kind in weights if kind in _KINDS), key=lambda kind: weights[kind], default="")
-    if not wanted or not weights[wanted] or weights.get(_JSON, 0.0) > weights[wanted]:
-        return None
-    takes_json = any(weights.get(kind) for kind in (_JSON, "application/*", "*/*"))
-    return Accepted(_KINDS[wanted], not takes_json)
+        name, *parameters = (piece.strip() for piece in part.split(";"))
+        weights.setdefault(name, _weight(parameters))
+    json = _weight_of(weights, (_JSON, "application/*", "*/*"))
+    best, most = "", 0.0
+    places = [*weights]
+    named = [(kind, name) for kind, names in _NAMES.items() for name in names if name in weights]
+    # By their order in the header, and then what only ``image/*`` stands for.
+    for kind, name in sorted(named, key=lambda pair: places.index(pair[1])):
+        if weights[name] > most:
+            best, most = kind, weights[name]
+    others = [kind for kind in _NAMES if kind not in dict(named)]
+    if others and weights.get("image/*", 0.0) > most:
+        best, most = others[0], weights["image/*"]
+    if not best and not json and any(weight for name, weight in weights.items() if name.startswith("image/")):
+        raise NotAcceptableError(f"Accept names neither {PNG} nor {JPEG}, nor {_JSON}: a result is one of these")
+    return Accepted(best, not json) if best and most >= json else None
+
+
+def _weight_of(weights: dict[str, float], names: tuple[str, ...]) -> float:
+    """The weight of the first of these names that is there; 0.0 without one."""
+    return next((weights[name] for name in names if name in weights), 0.0)
 
 
 def _weight(parameters: list[str]) -> float:
     for parameter in parameters:
         if parameter.startswith("q="):
             try:
-                return float(parameter[2:])
+                weight = float(parameter[2:])
             except ValueError:
                 return 0.0
+            return min(weight, 1.0) if weight > 0 else 0.0
     return 1.0
 
 
