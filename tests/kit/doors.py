@@ -149,11 +149,11 @@ def from_tensor(value: Any) -> Any:
 
 def python(house: House, asked: Asked) -> Answer:
     """A model's inputs are a dict under ``data``; so are its outputs, in the model's order, its result."""
-    names = [spec.name for spec in house.pipe.signature(asked.model).inputs]
-    given = {name: to_tensor(value) for name, value in asked.inputs.items()}
-    whole = given if names and names != ["data"] else given.pop("data")
-    data: dict[str, Any] = {"data": whole, "node_name": asked.model}
+    data: dict[str, Any] = {"node_name": asked.model}
     try:
+        names = [spec.name for spec in house.pipe.signature(asked.model).inputs]
+        given = {name: to_tensor(value) for name, value in asked.inputs.items()}
+        data["data"] = given if names and names != ["data"] else given.pop("data")
         if asked.deadline_ms is not None:
             house.pipe(data, asked.deadline_ms / 1000)
         else:

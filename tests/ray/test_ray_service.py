@@ -112,7 +112,7 @@ TENSOR = b'{"inputs": [{"name": "data", "datatype": "BYTES", "shape": [3], "data
             "invalid_request",
             "input 'data': a batch of 3; the limit is 2 (max_batch)",
         ),
-        ("GET /v2/models/dem", b"", 404, "not_found", f"{UNKNOWN_MODEL}: 'dem' is not found; did you mean 'demo'?"),
+        ("GET /v2/models/dem", b"", 404, "unknown_node", f"{UNKNOWN_MODEL}: 'dem' is not found; did you mean 'demo'?"),
         ("GET /v2/modls", b"", 404, "not_found", "no /v2/modls; did you mean '/v2/models/…'?"),
         ("GET /infer", b"", 405, "method_not_allowed", "/infer takes POST, not GET"),
     ],

@@ -231,7 +231,7 @@ def test_spans_over_grpc_name_system_method_model_and_status(kept: KeptSpans) ->
     known, unknown = (dict(span.attributes or {}) for span in kept.named("gRPC ModelInfer"))
     system = {"rpc.system.name": "grpc", "rpc.method": "ModelInfer"}
     assert known == {**system, **MODEL, "rpc.response.status_code": "OK"}
-    assert unknown == {**system, "rpc.response.status_code": "NOT_FOUND", "error.type": "not_found"}
+    assert unknown == {**system, "rpc.response.status_code": "NOT_FOUND", "error.type": "unknown_node"}
 
 
 # -- from a client through the service into the detector's jumps, as the console exporter writes it -------------------

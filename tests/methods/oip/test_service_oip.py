@@ -87,7 +87,8 @@ def test_metadata_is_of_the_named_root(classifier: str, backend: str):
     ],
 )
 def test_unknown_models_and_methods(demo: LocalServer, verb: str, path: str, said: str):
-    assert ask(demo.port, b"", path, verb) == (404, {"error": said, "code": "not_found"})
+    code = "unknown_node" if said.startswith(UNKNOWN_MODEL) else "not_found"
+    assert ask(demo.port, b"", path, verb) == (404, {"error": said, "code": code})
 
 
 # -- inference ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torchpipe_py.methods.roots import Root, is_file, root_of
 from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, log_defect
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, describe_error, log_defect
 from torchpipe_py.wire.parameters import NO_SHARED_MEMORY
 
 VERSION = "1"  # a model of a file has only this version
@@ -172,15 +172,15 @@ class Models:
         return [version for model, version in self._models if model == name]
 
     def find(self, name: str, version: str = "") -> Model:
-        """The model; an empty version is the latest. Raises ``RouteError`` for an unknown model or version."""
+        """The model; an empty version is the latest. Raises ``UnknownNode`` for an unknown model or version."""
         model = self._models.get((name, version)) if version else self._latest.get(name)
         if model is not None:
             return model
         if name not in self._latest:
             valid = nearest(name[:80], {model.name for model in self._listed})
-            raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} is not found; {valid}")
+            raise UnknownNode(f"{UNKNOWN_MODEL}: {name[:80]!r} is not found; {valid}")
         valid = nearest("", self.versions(name))
-        raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} version {version[:40]!r} is not found; {valid}")
+        raise UnknownNode(f"{UNKNOWN_MODEL}: {name[:80]!r} version {version[:40]!r} is not found; {valid}")
 
 
 class Codec(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
-from torchpipe_py.errors import InvalidRequest, Overloaded
+from torchpipe_py.errors import InvalidRequest, Overloaded, UnknownNode
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, shared_memory
 from torchpipe_py.methods.oip.requests import (
@@ -32,7 +32,7 @@ from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, model_in, trace_headers
 from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
 from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
+from torchpipe_py.wire.errors import RequestTooLargeError
 from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
@@ -121,7 +121,7 @@ class OipRpcs:
         """A model that is not served is not ready, as Triton's clients expect; it is not an error."""
         try:
             return {"ready": self._core.is_ready(asked.name, asked.version)}
-        except RouteError:
+        except UnknownNode:
             return {"ready": False}
 
     def _control(self, action: str, made: Any, request: RpcRequest, done: Done) -> None:
