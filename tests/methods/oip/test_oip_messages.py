@@ -177,7 +177,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"inputs": [{"name": str(index), "datatype": "INT8", "shape": [32, 0], "data": []} for index in range(200)]},
         "input '128': 4128 values so far; the limit is 4096",
     ),
-    "other batches": ({"inputs": [ARRAY, TEXT]}, "input 'data': a batch of 1, and of 2 in another input"),
+    "other batches": (
+        {"inputs": [ARRAY, TEXT]}, "a batch of 2 in input 'x' and of 1 in input 'data': their first dimensions differ",
+    ),
     "no data": (of(data=None), "the data is not a list"),
     "numbers for texts": ({"inputs": [{**TEXT, "data": [1]}]}, "an element of BYTES is a text"),
     "half a character": ({"inputs": [{**TEXT, "data": ["\ud800"]}]}, "an element of BYTES is a text"),

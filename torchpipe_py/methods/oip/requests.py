@@ -220,7 +220,8 @@ def _rows(inputs: Sequence[Given], most: int, images: Images | None, node_name: 
             raise InvalidRequest(f"{form.where}{values} values so far; the limit is {MOST_ITEM_VALUES}")
         rows = rows or [{} for _ in range(items)]
         if items != len(rows):
-            raise InvalidRequest(f"{form.where}a batch of {items}, and of {len(rows)} in another input")
+            batches = f"a batch of {len(rows)} in input {first.name[:40]!r} and of {items} in input {form.name[:40]!r}"
+            raise InvalidRequest(f"{batches}: their first dimensions differ")
         for row, value in zip(rows, rows_of(form, given.data), strict=True):
             row[form.name] = _decoded(given, value)
     return rows
