@@ -141,6 +141,15 @@ def test_refuses_names_that_mean_something_else(server: LocalServer, door: Ask, 
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize("door", DOORS[1:])
+def test_short_timeout_that_is_exceeded_names_its_unit(server: LocalServer, door: Ask) -> None:
+    with pytest.raises(Refused, match=r"; timeout is in microseconds: 1 is 0\.001 ms$"):
+        door(server, {"timeout": 1})
+    with pytest.raises(Refused) as raised:
+        door(server, {"deadline_ms": 0.001})
+    assert "microseconds" not in str(raised.value)
+
+
 @pytest.mark.parametrize("name", ["my_priority", "time", "user", "note", "headers", "content_type", "model"])
 @every_door
 def test_takes_names_that_are_only_similar(server: LocalServer, door: Ask, name: str) -> None:

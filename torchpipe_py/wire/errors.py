@@ -72,6 +72,14 @@ def code_of(error: BaseException) -> str:
     return error.code if isinstance(error, TorchpipeError) else "internal"
 
 
+def restated(error: TorchpipeError, text: str) -> TorchpipeError:
+    """The error with another text: the same for programs."""
+    made = TorchpipeError(text)
+    made.code, made.__cause__ = error.code, error
+    made.retry_after_ms = getattr(error, "retry_after_ms", None)
+    return made
+
+
 def reason(data: Mapping[str, Any], key: str, others: Iterable[str] = ()) -> BaseException:
     """The reason why a finished request has no value under ``key``; backends write anything under ``error``."""
     error = data.get("error")

@@ -10,14 +10,14 @@ from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, Overloaded, TorchpipeError, UnknownNode, nearest
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.requests import InferRequest
+from torchpipe_py.methods.oip.requests import InferRequest, explained
 from torchpipe_py.methods.oip.results import RESULT, SMALLER, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.roots import Root, is_file, root_of
 from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, describe_error, log_defect
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, describe_error, log_defect, restated
 from torchpipe_py.wire.parameters import NO_SHARED_MEMORY
 
 VERSION = "1"  # a model of a file has only this version
@@ -297,7 +297,7 @@ class OpenInference:
             try:
                 result = self._answer(model, asked, root, codec, outcomes)
             except BaseException as failure:
-                result = failure
+                result = explained(failure, asked.timeout)
             model.figures.add(count, began, not isinstance(result, BaseException))
             done(result)
 
@@ -310,24 +310,28 @@ class OpenInference:
                     return
             finish([_outcome(asked, root, data, error)])
 
-        seconds = self.admit(model, began, asked.deadline_ms, asked.priority, asked.node_name)
+        seconds = self.admit(model, began, asked.deadline_ms, asked.priority, asked.node_name, asked.timeout)
         try:
             if count == 1:
                 return model.pipe.dispatch(items[0], finish_one, seconds)
             return model.admission.gather(items, seconds, partial(_outcome, asked, root), finish)
-        except BaseException:  # it was not let in
+        except BaseException as error:  # it was not let in
             model.figures.add(count, began, False)
-            raise
+            raise explained(error, asked.timeout) from None
 
     def admit(
-        self, model: Model, began: float, deadline_ms: float | None, priority: int, node_name: str | None
-    ) -> float | None:
-        """The time limit of a request in seconds; raises, and counts a failure, if it cannot be met."""
+        self, model: Model, began: float, deadline_ms: float | None, priority: int, node_name: str | None,
+        timeout: int = 0,
+    ) -> float | None:  # fmt: skip
+        """The time limit of a request in seconds; raises, and counts a failure, if it cannot be met.
+
+        ``timeout``: see ``InferRequest``.
+        """
         try:
             return model.deadlines.admit(deadline_ms, priority, model.entered(node_name), began)
-        except (Overloaded, DeadlineExceeded):
+        except (Overloaded, DeadlineExceeded) as error:
             model.figures.add(0, began, False)
-            raise
+            raise explained(error, timeout) from None
 
     def _answer(self, model: Model, asked: InferRequest, root: Root, codec: Codec, outcomes: list[Any]) -> Any:
         failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
@@ -356,7 +360,4 @@ def _of_item(error: BaseException, index: int, count: int) -> BaseException:
     """The error of an item; among several items it names its index."""
     if count == 1 or not isinstance(error, TorchpipeError):
         return error
-    failure = TorchpipeError(f"item [{index}] of {count}: {describe_error(error)}")
-    failure.code, failure.__cause__ = error.code, error
-    failure.retry_after_ms = getattr(error, "retry_after_ms", None)  # type: ignore[attr-defined]
-    return failure
+    return restated(error, f"item [{index}] of {count}: {describe_error(error)}")

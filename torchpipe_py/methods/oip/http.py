@@ -93,7 +93,7 @@ _decode = msgspec.json.Decoder(_Asked).decode
 
 def read_infer(
     body: bytes, fields: Mapping[str, str], limits: InferLimits, images: Images | None = None,
-    admit: Callable[[float | None, int, str | None], object] | None = None,
+    admit: Callable[[float | None, int, str | None, int], object] | None = None,
 ) -> InferRequest:  # fmt: skip
     """Read a request; ``fields`` are its headers, their names in lower case. Raises ``InvalidRequest``.
 

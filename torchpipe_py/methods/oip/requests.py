@@ -8,11 +8,11 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, TorchpipeError
 from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
 from torchpipe_py.methods.roots import Root
 from torchpipe_py.wire import parameters
-from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.errors import Bound, describe_error, restated
 from torchpipe_py.wire.infer import milliseconds
 from torchpipe_py.wire.json_values import from_json
 from torchpipe_py.wire.parameters import ForwardedHeaders
@@ -95,7 +95,7 @@ class Wanted(NamedTuple):
 class InferRequest(msgspec.Struct):
     """A checked request. ``outputs`` is empty if all are wanted; then ``is_binary`` is their form.
 
-    ``parameters`` are for the backends.
+    ``parameters`` are for the backends. ``timeout`` is the parameter of this name, if that sets the deadline.
     """
 
     id: str | None
@@ -106,6 +106,7 @@ class InferRequest(msgspec.Struct):
     deadline_ms: float | None
     priority: int = 0
     parameters: dict[str, Any] = {}
+    timeout: int = 0
 
     def is_plain(self, is_binary: bool, data: Row) -> bool:
         """Whether the answer is the unchanged result in ``data``, and all of it binary or not, as ``is_binary``."""
@@ -137,30 +138,40 @@ def infer_request(
 
     ``deadline_ms`` and ``priority`` are those that the options may change. ``images`` is for a request in JSON.
     """
-    node_name = None
+    node_name, timeout = None, 0
     if options is not None:
-        deadline_ms, priority, node_name = options_of(options, deadline_ms, priority)
+        deadline_ms, priority, node_name, timeout = options_of(options, deadline_ms, priority)
     if id is not None:
         check_name("id", id)
     if outputs:
         _check_names("outputs", [output.name for output in outputs])
     rows = _rows(inputs, most, images, node_name)
-    return InferRequest(id, rows, outputs, is_binary, node_name, deadline_ms, priority, more or {})
+    return InferRequest(id, rows, outputs, is_binary, node_name, deadline_ms, priority, more or {}, timeout)
 
 
 def options_of(
     options: Options | None, deadline_ms: float | None, priority: int
-) -> tuple[float | None, int, str | None]:
-    """Deadline, priority and ``node_name`` of a request, as the options change the first two."""
+) -> tuple[float | None, int, str | None, int]:
+    """Deadline, priority, ``node_name`` and ``timeout`` of a request, as the options change the first two."""
+    timeout = 0
     if options is None:
-        return deadline_ms, priority, None
+        return deadline_ms, priority, None, timeout
     if options.deadline_ms is not None:
         deadline_ms = milliseconds(options.deadline_ms)
     elif options.timeout:
-        deadline_ms = milliseconds(options.timeout / 1000)
+        deadline_ms, timeout = milliseconds(options.timeout / 1000), options.timeout
     if options.node_name is not None:
         check_name("node_name", options.node_name)
-    return deadline_ms, min(1, options.priority) or priority, options.node_name
+    return deadline_ms, min(1, options.priority) or priority, options.node_name, timeout
+
+
+def explained(error: BaseException, timeout: int) -> BaseException:
+    """The error, which names the unit of ``timeout`` if that was exceeded and is shorter than a millisecond."""
+    if not isinstance(error, TorchpipeError) or not 0 < timeout < 1000:
+        return error
+    if error.code not in (DeadlineExceeded.code, Overloaded.code):
+        return error
+    return restated(error, f"{describe_error(error)}; timeout is in microseconds: {timeout} is {timeout / 1000:g} ms")
 
 
 def options_from(kind: type[_Options], given: Mapping[str, Any], where: str = "") -> tuple[_Options, dict[str, Any]]:
