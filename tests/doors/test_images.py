@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
@@ -14,6 +16,10 @@ from kit import doors
 from kit.clients import ask, fetch
 from kit.doors import House
 from kit.services import LocalServer, serving
+from kit.waits import WAIT
+
+from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.pictures import Picture
 
 PIXELS = np.arange(2 * 3 * 3, dtype="u1").reshape(2, 3, 3)
 
@@ -233,6 +239,53 @@ def test_images_of_other_types_are_refused(house: House, way: Any) -> None:
 def test_errors_are_json_whatever_is_accepted(decoder: LocalServer) -> None:
     status, answer = ask(decoder.port, b"no image", Accept="image/png")
     assert (status, answer["code"]) == (400, "decode_error")
+
+
+def as_file(pixels: np.ndarray, root: str, accept: str) -> doors.Http:
+    fields = {"content-type": "application/json", "accept": accept}
+    body = json.dumps({"inputs": {"data": text_of(png(pixels))}, "node_name": root}).encode()
+    return doors.Http("/infer", body, fields, lambda body, told: {"file": body})
+
+
+@pytest.mark.parametrize("way", [doors.over_http, doors.over_ray])
+def test_others_are_answered_while_an_image_is_encoded(house: House, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, encode = threading.Event(), threading.Event(), Picture.encode
+
+    def encode_slowly(picture: Picture, most: Bound) -> bytes:
+        begun.set()
+        assert may_end.wait(WAIT)
+        return encode(picture, most)
+
+    monkeypatch.setattr(Picture, "encode", encode_slowly)
+    large = np.zeros((200, 200, 3), "u1")
+    asked = doors.Asked("decoder", {}, [])
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(way(lambda asked: as_file(large, "decoder", "image/png")), house, asked)
+        try:
+            assert begun.wait(WAIT)
+            assert asking(house, "infer", TEXT).code == "ok", "the same node, whose one instance has delivered"
+        finally:
+            may_end.set()
+        assert answer.result(WAIT).values["file"].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("accept", ["image/png", "image/jpeg"])
+@pytest.mark.parametrize("way", [doors.over_http, doors.over_ray])
+def test_pixels_whose_file_cannot_fit_are_not_encoded(
+    tight: House, way: Any, accept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Picture, "encode")
+    form = as_file(np.zeros((2000, 2200, 3), "u1"), "decoder", accept)
+    answer = way(lambda asked: form)(tight, doors.Asked("decoder", {}, []))
+    assert answer.code == "too_large"
+    assert "ask for image/jpeg, or for a smaller image" in answer.message
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[House]:
+    """The same with small answers."""
+    with doors.house(NODES, max_reply_bytes=8192) as house:
+        yield house
 
 
 def test_too_large_file_is_refused() -> None:

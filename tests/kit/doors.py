@@ -64,11 +64,12 @@ class Answer(NamedTuple):
 class House:
     """A pipe, a server of all its protocols, and Ray's replica of the same configuration."""
 
-    def __init__(self, config: dict[str, Any], stack: ExitStack) -> None:
+    def __init__(self, config: dict[str, Any], stack: ExitStack, **limits: Any) -> None:
+        limits = {**LIMITS, **limits}
         self.pipe = stack.enter_context(pipe(config))
         grpc_port = 0 if HAS_GRPC else -1
-        self.server = stack.enter_context(LocalServer(self.pipe, grpc_port=grpc_port, **LIMITS))
-        self.replica = PipeReplica(Arguments("configs/demo.toml", **LIMITS, drain_seconds=10.0), config, str(ROOT))
+        self.server = stack.enter_context(LocalServer(self.pipe, grpc_port=grpc_port, **limits))
+        self.replica = PipeReplica(Arguments("configs/demo.toml", **limits, drain_seconds=10.0), config, str(ROOT))
         stack.callback(lambda: asyncio.run(self.replica.end()))
         self.seconds = WAIT
         """How long a client waits for its answer before it leaves."""
@@ -84,9 +85,10 @@ class House:
 
 
 @contextmanager
-def house(config: dict[str, Any]) -> Iterator[House]:
+def house(config: dict[str, Any], **limits: Any) -> Iterator[House]:
+    """A house within ``LIMITS``, changed by ``limits``."""
     with ExitStack() as stack:
-        yield House(config, stack)
+        yield House(config, stack, **limits)
 
 
 # -- forms of arrays ------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from torchpipe_py.errors import NoResult
-from torchpipe_py.wire.pictures import Accepted, NotAcceptableError, accepted_image, to_image
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.wire.pictures import Accepted, NotAcceptableError, Picture, accepted_image, picture_of
 
+MOST = Bound(2**20, "--max-reply-bytes")
 PIXELS = np.arange(2 * 5 * 3, dtype="u1").reshape(2, 5, 3)
 
 
@@ -82,13 +84,13 @@ def test_images_of_other_types_are_not_acceptable(accept: str) -> None:
     ],
 )
 def test_image_is_a_file_of_the_same_pixels(value: Any, color: str, expected: np.ndarray) -> None:
-    file = to_image(value, color, "image/png")
-    assert file is not None
-    found = cv2.imdecode(np.frombuffer(file, "u1"), cv2.IMREAD_UNCHANGED)
-    assert np.array_equal(found, expected)
-    jpeg = to_image(value, color, "image/jpeg")
+    picture, jpeg = picture_of(value, color, "image/png"), picture_of(value, color, "image/jpeg")
+    assert picture is not None
     assert jpeg is not None
-    assert jpeg.startswith(b"\xff\xd8")
+    found = cv2.imdecode(np.frombuffer(picture.encode(MOST), "u1"), cv2.IMREAD_UNCHANGED)
+    assert np.array_equal(found, expected)
+    assert picture.size == expected.size
+    assert jpeg.encode(MOST).startswith(b"\xff\xd8")
 
 
 @pytest.mark.parametrize(
@@ -100,9 +102,31 @@ def test_image_is_a_file_of_the_same_pixels(value: Any, color: str, expected: np
     ],
 )  # fmt: skip
 def test_other_values_are_no_image(value: Any) -> None:
-    assert to_image(value, "", "image/png") is None
+    assert picture_of(value, "", "image/png") is None
 
 
 def test_too_wide_image_is_not_a_jpeg() -> None:
     with pytest.raises(NoResult, match="an image of 70000x1 pixels cannot be image/jpeg"):
-        to_image(np.zeros((1, 70_000, 3), "u1"), "", "image/jpeg")
+        Picture(np.zeros((1, 70_000, 3), "u1"), (1, 70_000, 3), "", "image/jpeg").encode(MOST)
+
+
+@pytest.mark.parametrize("kind", ["image/png", "image/jpeg"])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 3), (7, 9), (16, 16, 3), (640, 480, 3), (3000, 2000, 3), (2048, 4096), (1, 60_000, 3)]
+)
+def test_the_bound_of_a_file_is_below_any_file(kind: str, shape: tuple[int, ...]) -> None:
+    for value in (0, 128, 255):
+        picture = Picture(np.full(shape, value, "u1"), shape, "", kind)
+        picture.check(Bound(len(picture.encode(MOST)), MOST.name))
+    with pytest.raises(ReplyTooLargeError, match="ask for image/jpeg, or for a smaller image"):
+        Picture(None, (5000, 5000, 3), "", kind).check(Bound(4096, MOST.name))
+
+
+def test_file_beyond_the_limit_is_too_large() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), "u1")
+    picture = picture_of(noise, "", "image/png")
+    assert picture is not None
+    size = len(picture.encode(MOST))
+    assert len(picture.encode(Bound(size, MOST.name))) == size
+    with pytest.raises(ReplyTooLargeError, match=f"the result has {size} bytes"):
+        picture.encode(Bound(size - 1, MOST.name))

@@ -14,7 +14,7 @@ from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_ans
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import (
     Asked,
     answer_of,
@@ -25,7 +25,7 @@ from torchpipe_py.wire.infer import (
     read_request,
 )
 from torchpipe_py.wire.parameters import ForwardedHeaders
-from torchpipe_py.wire.pictures import Accepted, accepted_image, to_image
+from torchpipe_py.wire.pictures import Accepted, accepted_image, picture_of
 
 
 class HttpHandler:
@@ -91,9 +91,11 @@ class HttpHandler:
         if accepted is not None:
             if len(asked.keys) == 1:
                 value, color = root.output(data, asked.keys[0]), data.get(TASK_COLOR_KEY)
-                image = to_image(value, color if isinstance(color, str) else "", accepted.kind)
-                if image is not None:
-                    return HttpAnswer(200, accepted.kind, image)
+                picture = picture_of(value, color if isinstance(color, str) else "", accepted.kind)
+                if picture is not None:
+                    picture.check(self._reply)
+                    answer = HttpAnswer(200, picture.kind, b"", make=partial(picture.encode, self._reply))
+                    return answer if picture.size > SMALL_BYTES else answer.made()
             accepted.check_json("the result is not one image, H x W x 3 or H x W of uint8")
         return HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))
 

@@ -188,6 +188,8 @@ class PipeReplica:
             reader = self._reader if takes_long is not None and takes_long(request) else None
             request.arrived = perf_counter() if reader is not None else None
             answer: HttpAnswer = await served.finished(route.method.start, request, reader)
+            if answer.make is not None:
+                answer = await asyncio.get_running_loop().run_in_executor(None, answer.made)
             if len(answer.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(answer.body), self._reply)
             accepted = request.fields.get("accept-encoding", "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -20,12 +20,20 @@ _WITHOUT_BODY = frozenset({204, 304})
 
 
 class HttpAnswer(NamedTuple):
-    """An answer: ``kind`` is the body's type, ``headers`` are sent beside it and the length."""
+    """An answer: ``kind`` is the body's type, ``headers`` are sent beside it and the length.
+
+    ``make``, if there is one, makes the body, which takes long: it is called on another thread than the event loop's.
+    """
 
     status: int
     kind: str
     body: bytes
     headers: Mapping[str, str] = {}
+    make: Callable[[], bytes] | None = None
+
+    def made(self) -> HttpAnswer:
+        """The answer with its body. Raises what ``make`` raises."""
+        return self if self.make is None else self._replace(body=self.make(), make=None)
 
 
 class HttpRequest:
@@ -116,7 +124,7 @@ class HttpRequest:
 
         Raises ``ValueError`` for a header field that would end its line, or is not Latin-1.
         """
-        status, kind, body, own = answer
+        status, kind, body, own, _ = answer
         head = b"%b%d\r\nDate: %b\r\n" % (_start_of_head(status, kind), len(body), _date(int(time())))
         for fields in (own, more):
             if fields:

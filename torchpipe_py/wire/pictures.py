@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchpipe_py.errors import NoResult
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.values import is_array, to_array
 
 PNG, JPEG = "image/png", "image/jpeg"
 _JSON = "application/json"
 _NAMES = {PNG: (PNG,), JPEG: (JPEG, "image/jpg")}
 _ENDINGS = {PNG: ".png", JPEG: ".jpg"}
+_MOST_RATIO = {PNG: 1032, JPEG: 192}
+"""Most bytes of pixels per byte of a file: the limit of deflate, and 16x16 pixels in 32 bits."""
+_SMALLER = "ask for image/jpeg, or for a smaller image"
 
 
 class NotAcceptableError(NoResult):
@@ -78,27 +83,57 @@ def _weight(parameters: list[str]) -> float:
     return 1.0
 
 
-def to_image(value: Any, color: str, kind: str) -> bytes | None:
-    """An array H×W×3, H×W×1 or H×W of ``uint8``, perhaps with a first dimension of 1, as a file of this kind.
+class Picture(NamedTuple):
+    """A value that can be sent as a file of this ``kind``.
 
-    ``color`` is the order of its channels, ``bgr`` or ``rgb``. ``None`` for any other value. ``NoResult`` if a file of
-    this kind cannot hold it.
+    ``shape`` is that of the image, ``color`` the order of its channels, ``bgr`` or ``rgb``.
     """
-    pixels = to_array("result", value) if is_array(value) and str(value.dtype).endswith("uint8") else None
-    if pixels is None or pixels.dtype != np.uint8:
-        return None
-    if pixels.shape[:1] == (1,) and (pixels.ndim == 4 or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3))):
-        pixels = pixels[0]
-    if pixels.shape[2:] not in ((), (1,), (3,)) or pixels.ndim < 2 or not pixels.size:
-        return None
-    import cv2
 
-    if pixels.shape[2:] == (3,) and color.lower() == "rgb":
-        pixels = pixels[..., ::-1]
-    try:
-        is_made, file = cv2.imencode(_ENDINGS[kind], np.ascontiguousarray(pixels))
-    except cv2.error:  # a side that the format does not have
-        is_made = False
-    if not is_made:
-        raise NoResult(f"an image of {pixels.shape[1]}x{pixels.shape[0]} pixels cannot be {kind}")
-    return file.tobytes()
+    pixels: Any
+    shape: tuple[int, ...]
+    color: str
+    kind: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pixels."""
+        return math.prod(self.shape)
+
+    def check(self, most: Bound) -> None:
+        """Raise ``ReplyTooLargeError`` if a file of these pixels is larger, whatever they show."""
+        least = self.size // _MOST_RATIO[self.kind]
+        if least > most.bytes:
+            raise ReplyTooLargeError(least, most, _SMALLER)
+
+    def encode(self, most: Bound) -> bytes:
+        """The file, which takes long for a large one. ``NoResult`` if a file of this kind cannot hold it,
+        ``ReplyTooLargeError`` if it is larger than ``most``.
+        """
+        import cv2
+
+        pixels = to_array("result", self.pixels).reshape(self.shape)
+        if self.shape[2:] == (3,) and self.color.lower() == "rgb":
+            pixels = pixels[..., ::-1]
+        try:
+            is_made, file = cv2.imencode(_ENDINGS[self.kind], np.ascontiguousarray(pixels))
+        except cv2.error:  # a side that the format does not have
+            is_made = False
+        if not is_made:
+            raise NoResult(f"an image of {self.shape[1]}x{self.shape[0]} pixels cannot be {self.kind}")
+        if file.size > most.bytes:
+            raise ReplyTooLargeError(file.size, most, _SMALLER)
+        return file.tobytes()
+
+
+def picture_of(value: Any, color: str, kind: str) -> Picture | None:
+    """An array H×W×3, H×W×1 or H×W of ``uint8``, perhaps with a first dimension of 1, as a picture.
+
+    ``None`` for any other value.
+    """
+    if not is_array(value) or str(value.dtype).removeprefix("torch.") != "uint8":
+        return None
+    shape = tuple(value.shape)
+    if shape[:1] == (1,) and (len(shape) == 4 or (len(shape) == 3 and shape[2] not in (1, 3))):
+        shape = shape[1:]
+    is_picture = len(shape) >= 2 and shape[2:] in ((), (1,), (3,)) and 0 not in shape
+    return Picture(value, shape, color, kind) if is_picture else None

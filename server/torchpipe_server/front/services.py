@@ -176,7 +176,9 @@ class HttpService:
         return compression.inflater_of(request, self._body) if "content-encoding" in request.fields else None
 
     def takes_long(self, request: HttpRequest, result: Any) -> bool:
-        """Whether ``reply`` compresses so much that it should not run on the caller's thread."""
+        """Whether ``reply`` makes or compresses so much that it should not run on the caller's thread."""
+        if isinstance(result, HttpAnswer) and result.make is not None:
+            return True
         accepted = request.fields.get("accept-encoding")
         if accepted is None or not isinstance(result, HttpAnswer) or len(result.body) <= SMALL_BYTES:
             return False
@@ -200,6 +202,7 @@ class HttpService:
         try:
             if isinstance(result, BaseException):
                 raise result
+            result = result.made()
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
             answer: HttpAnswer = result
