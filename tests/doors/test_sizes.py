@@ -19,6 +19,7 @@ from kit.services import LocalServer, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
 
+from torchpipe_py import DecodeError
 from torchpipe_py.wire import infer as infer_requests
 
 JSON = {"Content_Type": "application/json"}
@@ -237,6 +238,61 @@ def test_the_bound_of_answers_is_what_is_sent(door: str, result: str) -> None:
     assert code == "too_large"
     assert f"the limit of a reply is {size - 1} (--max-reply-bytes); ask for " in said
     assert result == "text" or ASKS_FOR.get(door, "fewer outputs or smaller ones") in said
+
+
+Codes = list[str]
+MANY: dict[str, list[bytes]] = {
+    "results": [b"value numbers"] * 4,
+    "results and errors": [b"value numbers", b"corrupt", b"value it", b"none", b"value numbers"],
+    "small ones": [b"a", b"corrupt", b"value nested"] * 4,
+    "errors": [b"error long"] * 6,
+}
+VALUES = {
+    "numbers": np.arange(5_000, dtype="f4"), "it": "ü" * 3_000, "nested": {"ä": [1.5, None], "b": "x"},
+    "long": DecodeError("ü" * 900),
+}  # fmt: skip
+
+
+def many_over_infer(port: int, items: list[bytes]) -> tuple[int, Codes]:
+    inputs = [{"data": {"b64": base64.b64encode(item).decode()}} for item in items]
+    answer = fetch(port, INFER, "POST", json.dumps({"inputs": inputs}).encode(), **JSON)
+    if answer.status != 200:
+        return 0, [json.loads(answer.body)["code"]]
+    return len(answer.body), [each.get("code", "ok") for each in json.loads(answer.body)["outcomes"]]
+
+
+def many_over_thrift(port: int, items: list[bytes]) -> tuple[int, Codes]:
+    with Client(port, framed=True) as client:
+        seqid = client.send("infer_many", inputs=[{"data": IDL.Value(bytes=item)} for item in items])
+        (size,) = struct.unpack(">I", client.sock.recv(4, 0x102))  # MSG_WAITALL, MSG_PEEK
+        try:
+            outcomes = client.receive(seqid)
+        except IDL.InferenceError as error:
+            return 0, [error.code]
+        return 4 + size, [each.error.code if each.error else "ok" for each in outcomes]
+
+
+@pytest.mark.parametrize("items", MANY)
+@pytest.mark.parametrize("ask_many", [many_over_infer, many_over_thrift])
+def test_outcomes_of_a_call_share_the_bytes_that_are_sent(ask_many: Any, items: str) -> None:
+    def outcome(most: int) -> tuple[int, Codes]:
+        with steered(max_reply_bytes=most) as server:
+            Steered.values = VALUES
+            found: tuple[int, Codes] = ask_many(server.port, MANY[items])
+            return found
+
+    size, codes = outcome(2**22)
+    assert len(codes) == len(MANY[items])
+    assert "too_large" not in codes
+    assert outcome(size) == (size, codes), "all of it fits"
+    # One byte less costs one outcome, the largest, if the refusal in its place is smaller; else the whole reply.
+    less, fewer = outcome(size - 1)
+    assert less < size
+    if items == "small ones":
+        assert fewer == ["too_large"]
+    else:
+        lost = [was for was, now in zip(codes, fewer, strict=True) if was != now]
+        assert (len(lost), fewer.count("too_large")) == (1, 1)
 
 
 def test_bytes_count_as_base64() -> None:

@@ -73,18 +73,19 @@ class HttpHandler:
 
     def _infer_batch(self, asked: Asked, request: HttpRequest, done: Done) -> Cancellable:
         """Run the items side by side; each has its own outcome, and all outcomes together the size of one answer."""
-        seconds, budget = self._admit(request, asked), ReplyBudget(self._reply)
+        seconds = self._admit(request, asked)
         given, asked.items = asked.items, []
+        frame = len(batch_line([b""] * len(given)))
+        budget = ReplyBudget(self._reply, frame, len, "send fewer items in a call")
 
         def answer(root: Root, data: dict[str, Any]) -> bytes:
-            line = answer_of(data, asked, self._reply, root.output)
-            budget.take(len(line), "send fewer items in a call")
-            return outcome_of(line)
+            return outcome_of(answer_of(data, asked, self._reply, root.output))
 
         def finish(outcomes: list[bytes]) -> None:
             done(HttpAnswer(200, JSON, batch_line(outcomes)))
 
-        return self._admission.gather_each(given, partial(self._item, asked), seconds, answer, outcome_of, finish)
+        enter = partial(self._item, asked)
+        return self._admission.gather_each(given, enter, seconds, answer, outcome_of, budget, finish)
 
     def _answer(self, data: dict[str, Any], asked: Asked, root: Root, accepted: Accepted | None) -> HttpAnswer:
         """The values that are asked for: as JSON, or the only one as an image, if that is what the client accepts."""

@@ -24,6 +24,7 @@ Outcome = Callable[[Data, BaseException | None], Any]
 """Builds the caller's result from an image's dict and error; called once for each, from any thread."""
 Given = TypeVar("Given")
 Root = TypeVar("Root")
+Result = TypeVar("Result")
 
 
 class FairAdmission:
@@ -78,13 +79,14 @@ class FairAdmission:
 
     def gather_each(
         self, given: Sequence[Given], enter: Callable[[Given], tuple[Root, Data]], timeout: float | None,
-        answer: Callable[[Root, Data], Any], refuse: Callable[[BaseException], Any],
+        answer: Callable[[Root, Data], Any], refuse: Callable[[BaseException], Any], budget: ReplyBudget,
         done: Callable[[list[Any]], object],
     ) -> Batch:  # fmt: skip
         """Like ``gather``, for requests that fail one by one, also before they enter.
 
         ``enter`` makes root and dict of what is given, and may raise a ``TorchpipeError``. ``answer`` makes the
-        outcome of a dict that ran, ``refuse`` that of an error; ``done`` receives all outcomes, in order.
+        outcome of a dict that ran, ``refuse`` that of an error; all have the ``budget``'s size together. ``done``
+        receives all outcomes, in order.
         """
         items: list[Data] = []
         roots: dict[int, Root] = {}  # by the identity of the dict: each may have its own
@@ -93,7 +95,7 @@ class FairAdmission:
             try:
                 root, data = enter(each)
             except TorchpipeError as error:
-                refused[index] = refuse(error)
+                refused[index] = budget.take_refusal(refuse(error))
             else:
                 items.append(data)
                 roots[id(data)] = root
@@ -102,14 +104,15 @@ class FairAdmission:
             try:
                 if error is not None:
                     raise error
-                return answer(roots[id(data)], data)
+                return budget.take(answer(roots[id(data)], data))
             except BaseException as failure:
-                return refuse(failure)
+                return budget.take_refusal(refuse(failure))
 
         def finish(outcomes: list[Any]) -> None:
             entered = iter(outcomes)
             count = len(outcomes) + len(refused)
-            done([refused[index] if index in refused else next(entered) for index in range(count)])
+            ordered = [refused[index] if index in refused else next(entered) for index in range(count)]
+            done(budget.fit(ordered, refuse))
 
         return self.gather(items, timeout, outcome, finish)
 
@@ -216,16 +219,48 @@ class Batch(Cancellable):
 
 
 class ReplyBudget:
-    """The bytes of one reply, which the outcomes of a call share; for any thread."""
+    """The bytes of one reply, which the outcomes of a call share; for any thread.
 
-    def __init__(self, most: Bound) -> None:
-        self._most, self._left = most, most.bytes
+    ``size`` gives the bytes of an outcome as it is sent, ``frame`` is that of what is around them, ``hint`` is for the
+    client of an outcome that does not fit.
+    """
+
+    def __init__(self, most: Bound, frame: int, size: Callable[[Any], int], hint: str) -> None:
+        self._most, self._left, self._size, self._hint = most, most.bytes - frame, size, hint
         self._lock = threading.Lock()
 
-    def take(self, size: int, hint: str) -> None:
-        """Take the bytes of an outcome. Raises ``ReplyTooLargeError``, with the ``hint``, if they are not left."""
+    def take(self, outcome: Result) -> Result:
+        """Count a result, and return it. Raises ``ReplyTooLargeError``, and counts nothing, if it does not fit."""
+        size = self._size(outcome)
+        with self._lock:
+            left = self._left - size
+            if left >= 0:
+                self._left = left
+                return outcome
+        raise self._too_large(left)
+
+    def take_refusal(self, outcome: Result) -> Result:
+        """Count an outcome that is an error, and return it. It has to be sent: ``fit`` makes room for it."""
+        size = self._size(outcome)
         with self._lock:
             self._left -= size
-            left = self._left
-        if left < 0:
-            raise ReplyTooLargeError(self._most.bytes - left, self._most, hint)
+        return outcome
+
+    def fit(self, outcomes: Sequence[Result], refuse: Callable[[BaseException], Result]) -> list[Result]:
+        """All outcomes of the call, the largest of them refused if errors took more than what was left.
+
+        What does not fit even so is refused as a whole when it is sent.
+        """
+        fitting, error = list(outcomes), self._too_large(self._left)
+        sizes = list(map(self._size, outcomes)) if self._left < 0 else []
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            if self._left >= 0:
+                break
+            refusal = refuse(error)
+            if (size := self._size(refusal)) < sizes[index]:
+                fitting[index] = refusal
+                self._left += sizes[index] - size
+        return fitting
+
+    def _too_large(self, left: int) -> ReplyTooLargeError:
+        return ReplyTooLargeError(self._most.bytes - left, self._most, self._hint)

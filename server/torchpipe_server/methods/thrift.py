@@ -30,8 +30,7 @@ from torchpipe_py.serving import (
 )
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
-
-VALUE_BYTES = 128  # of a value in a response, besides its key and content
+from torchpipe_server.wire.thrift import MESSAGE_BYTES, struct_size
 
 
 class InferenceHandler:
@@ -120,21 +119,21 @@ class InferenceHandler:
         self._check_batch(len(args.inputs), "request")
         keys, uuid, outcome_type = _keys(args.outputs), args.uuid or "", self._idl.InferenceOutcome
         check_name("uuid", uuid)
-        given, budget = [_inputs(inputs) for inputs in args.inputs], ReplyBudget(self._reply)
+        given = [_inputs(inputs) for inputs in args.inputs]
+        frame = MESSAGE_BYTES + len("infer_many") + struct_size(self._service.infer_many_result(success=[]))
+        budget = ReplyBudget(self._reply, frame, struct_size, "send fewer inputs in a call")
 
         def enter(inputs: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
             return self._roots.item(inputs, args.node_name, priority or None, keys)
 
         def answer(root: Root, data: dict[str, Any]) -> Any:
-            response, size = self._response(uuid, data, keys, root)
-            budget.take(size, "send fewer inputs in a call")
-            return outcome_type(response=response)
+            return outcome_type(response=self._response(uuid, data, keys, root))
 
         def refuse(error: BaseException) -> Any:
             return outcome_type(error=self._to_error(error))
 
         seconds = self._deadlines.admit(args.deadline_ms, priority, args.node_name)
-        return self._admission.gather_each(given, enter, seconds, answer, refuse, done)
+        return self._admission.gather_each(given, enter, seconds, answer, refuse, budget, done)
 
     def _check_batch(self, size: int, what: str) -> None:
         if size > self._max_batch:
@@ -152,7 +151,7 @@ class InferenceHandler:
             try:
                 if error is not None:
                     raise error
-                result = result_type(success=self._response(uuid, data, keys, root)[0])
+                result = result_type(success=self._response(uuid, data, keys, root))
             except BaseException as failure:
                 result = failure
             done(result)
@@ -160,8 +159,8 @@ class InferenceHandler:
         seconds = self._deadlines.admit(request.deadline_ms, priority_in(data), data.get("node_name"))
         return self._pipe.dispatch(data, finish, seconds)
 
-    def _response(self, uuid: str, data: dict[str, Any], keys: list[str], root: Root) -> tuple[Any, int]:
-        """The ``InferResponse`` with the values under ``keys``, and about how many bytes it has."""
+    def _response(self, uuid: str, data: dict[str, Any], keys: list[str], root: Root) -> Any:
+        """The ``InferResponse`` with the values under ``keys``."""
         values = {key: root.output(data, key) for key in keys}
         size = sum(map(size_of, values.values()))
         if size > self._reply.bytes:
@@ -170,8 +169,7 @@ class InferenceHandler:
         for key, value in values.items():
             outputs.update(to_values(self._idl, key, value))
         json = [key for key, value in values.items() if outputs[key].text is not None and not isinstance(value, str)]
-        size += sum(len(outputs[key].text) for key in json) + sum(len(key) + VALUE_BYTES for key in outputs)
-        return self._idl.InferResponse(uuid=uuid, outputs=outputs, json=json or None), size
+        return self._idl.InferResponse(uuid=uuid, outputs=outputs, json=json or None)
 
     def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, BaseException | None]:
         """The ``InferenceResult``, or the error in its place."""

@@ -11,7 +11,7 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
-from thriftpy2.thrift import TApplicationException, TDecodeException
+from thriftpy2.thrift import TApplicationException, TDecodeException, TType
 from thriftpy2.transport import TMemoryBuffer
 
 from torchpipe_py.serving import answers
@@ -87,6 +87,48 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
     if length <= NAME_BYTES and 0x20 < fifth < 0x7F:
         return Framing(False, "binary_old")
     raise ProtocolError("not_thrift", f"a stream that begins with {start!r}")
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------------
+
+MESSAGE_BYTES = 16
+"""Bytes of a framed message of the binary protocol beside the method's name and the struct."""
+
+_LENGTH, _FIELD, _STOP = 4, 3, 1
+_FIXED = {
+    **dict.fromkeys((TType.BOOL, TType.BYTE), 1), TType.I16: 2, TType.I32: 4, TType.I64: 8, TType.DOUBLE: 8
+}  # fmt: skip
+
+
+def struct_size(value: Any) -> int:
+    """The bytes of a struct in the binary protocol; in the compact one they are fewer."""
+    size = _STOP
+    for kind, name, *more in value.thrift_spec.values():
+        held = getattr(value, name)
+        if held is not None:
+            size += _FIELD + _size(kind, more[0], held)
+    return size
+
+
+def _size(kind: int, of: Any, value: Any) -> int:
+    """The bytes of a value of this type; ``of`` are the types of its elements."""
+    if kind in _FIXED:
+        return _FIXED[kind]
+    if kind == TType.STRUCT:
+        return struct_size(value)
+    if kind == TType.MAP:
+        keys, values = map(_type_of, of)
+        held = sum(_size(*keys, key) + _size(*values, each) for key, each in value.items())
+        return 2 + _LENGTH + held
+    if kind in (TType.LIST, TType.SET):
+        elements = _type_of(of)
+        return 1 + _LENGTH + sum(_size(*elements, each) for each in value)
+    return _LENGTH + len(value.encode("utf-8", "replace") if isinstance(value, str) else value)
+
+
+def _type_of(given: Any) -> tuple[int, Any]:
+    """A type in a ``thrift_spec``, and that of its elements: a number, or a pair of these."""
+    return given if isinstance(given, tuple) else (given, None)
 
 
 # -- answers --------------------------------------------------------------------------------------------------------
