@@ -159,11 +159,15 @@ class Models:
         return self._pipe.stats()
 
     def figures(self) -> dict[str, dict[str, int]]:
-        """Totals of this process's requests, by ``NAME/VERSION``; see ``metadata.Figures.counts``."""
+        """Totals of this process's requests, by ``NAME/VERSION``; see ``metadata.Figures.counts``.
+
+        They are of all listed models, and of others that were asked.
+        """
         stats = self.stats()
         models = self.all()
+        others = {"/".join(key): figures.counts() for key, figures in self._figures.items()}
         return {
-            **{"/".join(key): {**figures.counts(), "admitted": 0} for key, figures in self._figures.items()},
+            **{key: {**counts, "admitted": 0} for key, counts in others.items() if counts["last_ms"]},
             **{model.key: {**model.figures.counts(), "admitted": model.stats(stats)["admitted"]} for model in models},
         }
 
@@ -251,7 +255,7 @@ class OpenInference:
             answer(totals)
 
     def _statistics_of(self, model: Model, counts: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, Any]:
-        names, own = model.node_names(), counts.get(model.key) or self.models.figures()[model.key]
+        names, own = model.node_names(), counts.get(model.key) or {**model.figures.counts(), "admitted": 0}
         if model.node_name is not None and names[0] in nodes:
             own = {**own, "admitted": nodes[names[0]]["requests"]}  # also those of before the model was loaded again
         return metadata.statistics(model.name, model.version, own, [nodes[name] for name in names if name in nodes])

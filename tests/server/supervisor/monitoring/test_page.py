@@ -35,7 +35,14 @@ ZEROS = {key: [0, 0, 0, 0] for key in ("queue", "batch_wait", "compute")}
 OLD: dict[str, Any] = {
     "pid": 123, "time": 10.0, "bounds_ms": BOUNDS, "engines": [],
     "workers": [{"index": 0, "pid": 7, "responding": True}],
-    "requests": {"by_method": {"infer": {"ok": 100, "overloaded": 3}}, "histograms": {"latency": [0, 0, 0, 0]}},
+    "requests": {
+        "by_method": {"infer": {"ok": 100, "overloaded": 3}}, "histograms": {"latency": [0, 0, 0, 0]},
+        "by_model": {"": {"http": {"outcomes": {"not_found": 1}}}, "seg/2": {
+            "infer": {"outcomes": {"ok": 90, "overloaded": 3}, "latency_ms": 90.0, "latency": [90, 3, 0, 0]},
+            "GET /v2/models/{model}": {"outcomes": {"ok": 9}},
+        }},
+    },
+    "models": {"idle/1": {}, "seg/2": {}}, "metrics": {},
     "nodes": {"decode": {
         "instances": 2, "queued": 4, "busy": 1, "requests": 100, "batches": 50, "failed": 2, "expired": 0, "shed": 0,
         "batch_sizes": {"2": 50}, "queue_ms": 500.0, "batch_wait_ms": 0.0, "compute_ms": 0.0,
@@ -50,7 +57,11 @@ def later() -> dict[str, Any]:
     new["time"] = 12.0
     new["requests"] = {
         "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}, "gRPC Check": {"ok": 50}},
-        "histograms": {"latency": [0, 100, 92, 0]},
+        "histograms": {"latency": [0, 100, 92, 0]}, "by_model": new["requests"]["by_model"],
+    }  # fmt: skip
+    new["requests"]["by_model"]["seg/2"] |= {
+        "infer": {"outcomes": {"ok": 180, "overloaded": 8}, "latency_ms": 900.0, "latency": [90, 103, 0, 0]},
+        "POST /infer": {"outcomes": {"ok": 10}, "latency_ms": 10.0, "latency": [0, 0, 10, 0]},
     }  # fmt: skip
     new["nodes"]["decode"] |= {
         "requests": 300, "batches": 150, "failed": 5, "batch_sizes": {"2": 150}, "queue_ms": 900.0,
@@ -93,6 +104,41 @@ def test_snapshots_of_other_processes_give_no_rates(what: str) -> None:
     of_requests, of_node = figures(OLD, new)
     assert (of_requests["qps"], of_requests["p99"], of_node["rate"], of_node["share"]) == (None,) * 4
     assert (of_requests["answers"], of_node["batches"]) == (290, [{"label": "2", "count": None}])
+
+
+def test_models_have_rates_latencies_and_errors() -> None:
+    made = f"figures({json.dumps(OLD)}, {json.dumps(later())})"
+    idle, seg = computed(f"{made}.models")[0]
+    assert idle == {"name": "idle/1", "answers": 0, "rate": 0, "errors": [], "p50": None, "p99": None}
+    assert (seg["name"], seg["answers"], seg["rate"]) == ("seg/2", 190, 50)
+    assert seg["errors"] == [{"code": "overloaded", "total": 8, "rate": 2.5}]
+    assert (seg["p50"], seg["p99"]) == (pytest.approx(6.2), pytest.approx(15.12))
+    rows, first = computed(f"modelRows({made})", f"modelFigures({json.dumps(OLD)}, null)")
+    assert rows[1][:2] + rows[1][4:] == ["seg/2", "50", "190", "overloaded 8 (2.5 /s)"]
+    assert [(model["name"], model["rate"]) for model in first] == [("idle/1", None), ("seg/2", None)]
+
+
+def test_metrics_of_backends_have_a_row_for_each_label_set() -> None:
+    def sample(value: float, **labels: str) -> dict[str, Any]:
+        return {"labels": labels, "value": value}
+
+    faces = [sample(2, camera="door"), sample(0.125, camera="yard")]
+    metrics = {
+        "seconds": {"kind": "histogram", "help": "Time", "samples": [{"labels": {}, "counts": [1, 3], "sum": 2.0}]},
+        "faces": {"kind": "counter", "help": "Faces", "samples": faces},
+        "unused": {"kind": "histogram", "help": "None", "samples": [{"labels": {}, "counts": [0, 0], "sum": 0.0}]},
+    }
+    made = f"{{metrics: metricFigures({json.dumps({'metrics': metrics})})}}"
+    rows, note = computed(f"metricRows({made})", f"metricNote({made})")
+    assert rows == [
+        ["faces", "Faces", "camera=door", "counter", "2"], ["faces", "Faces", "camera=yard", "counter", "0.125"],
+        ["seconds", "Time", "–", "histogram", "mean 0.5 of 4"], ["unused", "None", "–", "histogram", "mean – of 0"],
+    ]  # fmt: skip
+    assert note == "Sums over all instances."
+    many = {"metrics": {"faces": {**metrics["faces"], "samples": faces * 200}}}
+    made = f"{{metrics: metricFigures({json.dumps(many)})}}"
+    rows, note = computed(f"metricRows({made}).length", f"metricNote({made})")
+    assert (rows, note) == (200, "Sums over all instances; 200 more are in /metrics.")
 
 
 def test_names_from_the_service_are_escaped() -> None:

@@ -6,6 +6,7 @@ const HISTORY_S = 180, GAP_S = 5;
 const CHART = { width: 600, height: 60, edge: 2 };
 const MOST_BARS = 8, MANY_INSTANCES = 12;
 const HIGH_SHARE = 0.9;
+const MOST_METRIC_ROWS = 200;
 const NONE = "–";
 
 // -- figures: functions of snapshots, without the page --------------------------------------------------------------
@@ -18,8 +19,19 @@ function totalsOf(stats) {
   return {
     methods: runs(stats.requests.by_method),
     latency: stats.requests.histograms.latency,
+    models: Object.fromEntries(Object.entries(stats.requests.by_model).map(([name, methods]) =>
+      [name, modelTotals(methods)])),
     nodes: Object.fromEntries(nodes.map(([name, pairs]) => [name, Object.fromEntries(pairs)])),
   };
+}
+
+/** Events by outcome, and the histogram of latencies, of a model's requests over all methods. */
+function modelTotals(methods) {
+  const all = Object.values(runs(methods));
+  const latency = all.map((one) => one.latency ?? []).reduce((some, more) =>
+    Array.from({ length: Math.max(some.length, more.length) }, (_, index) => (some[index] ?? 0) + (more[index] ?? 0)),
+  []);
+  return { outcomes: byCode(all.map((one) => one.outcomes ?? {})), latency };
 }
 
 /** `now - old`, number by number; what is only in `now` began at 0. */
@@ -109,6 +121,34 @@ function requestFigures(stats, diff) {
   };
 }
 
+/** Figures of each model, those without requests too: rates null without a difference. */
+function modelFigures(stats, diff) {
+  const names = new Set([...Object.keys(stats.models), ...Object.keys(stats.requests.by_model)]);
+  return [...names].filter((name) => name).sort().map((name) => {
+    const { ok = 0, ...errors } = modelTotals(stats.requests.by_model[name] ?? {}).outcomes;
+    const of = diff && (diff.models[name] ?? { outcomes: {}, latency: [] });
+    const rate = (code) => of && ratio(of.outcomes[code] ?? 0, diff.seconds);
+    return {
+      name, answers: ok, rate: rate("ok"),
+      errors: Object.entries(errors).map(([code, total]) => ({ code, total, rate: rate(code) })),
+      p50: of && percentile(of.latency, stats.bounds_ms, 0.5),
+      p99: of && percentile(of.latency, stats.bounds_ms, 0.99),
+    };
+  });
+}
+
+/** `{name, help, kind, labels, value}` for each label set of the backends' own metrics; of a histogram also `count`. */
+function metricFigures(stats) {
+  return Object.entries(stats.metrics).sort(([one], [other]) => (one < other ? -1 : 1)).flatMap(([name, family]) =>
+    family.samples.map((sample) => {
+      const labels = Object.entries(sample.labels).map(([label, value]) => `${label}=${value}`).join(", ");
+      const of = { name, help: family.help, kind: family.kind, labels };
+      if (family.kind !== "histogram") return { ...of, value: sample.value };
+      const count = sum(sample.counts);
+      return { ...of, value: count ? sample.sum / count : null, count };
+    }));
+}
+
 /** Figures of one node; `diff` is its part of a difference, or undefined. */
 function nodeFigures(node, bounds, diff, seconds) {
   const shares = node.instance_compute_ms.map((_, index) =>
@@ -152,7 +192,10 @@ function figures(old, now) {
   const diff = change(old, now);
   const nodes = Object.entries(now.nodes).map(([name, node]) =>
     [name, nodeFigures(node, now.bounds_ms, diff?.nodes[name], diff?.seconds)]);
-  return { requests: requestFigures(now, diff), nodes: new Map(nodes), limit: now.bounds_ms.at(-1) };
+  return {
+    requests: requestFigures(now, diff), models: modelFigures(now, diff), nodes: new Map(nodes),
+    metrics: metricFigures(now), limit: now.bounds_ms.at(-1),
+  };
 }
 
 /** `points` of the last HISTORY_S seconds and a new one. */
@@ -198,6 +241,11 @@ function rateText(value) {
 
 function countText(value) {
   return value === null || value === undefined ? NONE : value.toLocaleString("en");
+}
+
+function numberText(value) {
+  if (value === null || Number.isInteger(value)) return countText(value);
+  return String(Number(value.toPrecision(6)));
 }
 
 /** Milliseconds; beyond the histogram it says only the last bound, `limit`. */
@@ -340,6 +388,29 @@ function nodeRows({ nodes, limit }) {
   ]);
 }
 
+const MODEL_HEADS = ["model", "answers /s", "p50 ms", "p99 ms", "answers", "errors"];
+
+function modelRows({ models, limit }) {
+  return models.map((model) => [
+    model.name, rateText(model.rate), msText(model.p50, limit), msText(model.p99, limit), countText(model.answers),
+    model.errors.map(({ code, total, rate }) => `${code} ${eventsText({ total, rate })}`).join(", ") || "0",
+  ]);
+}
+
+const METRIC_HEADS = ["metric", "what it is", "labels", "kind", "value"];
+
+function metricRows({ metrics }) {
+  return metrics.slice(0, MOST_METRIC_ROWS).map(({ name, help, kind, labels, value, count }) => [
+    name, help, labels || NONE, kind,
+    kind === "histogram" ? `mean ${numberText(value)} of ${countText(count)}` : numberText(value),
+  ]);
+}
+
+function metricNote({ metrics }) {
+  const rest = metrics.length - MOST_METRIC_ROWS;
+  return `Sums over all instances${rest > 0 ? `; ${countText(rest)} more are in /metrics` : ""}.`;
+}
+
 const WORKER_HEADS = ["worker", "pid", "state", "responding", "connections", "in flight", "restarts", "uptime",
   "memory"];
 
@@ -478,6 +549,11 @@ function start() {
     showChart("qps", points.map((point) => [point.time, point.qps]), stats.time, (value) => `${rateText(value)} /s`);
     showChart("p99", points.map((point) => [point.time, point.p99]), stats.time, msUnitText);
     showGraphFigures(shown);
+    byId("model-section").hidden = !shown.models.length;
+    fillTable(byId("models"), MODEL_HEADS, modelRows(shown));
+    byId("metric-section").hidden = !shown.metrics.length;
+    put(byId("metric-note"), metricNote(shown));
+    fillTable(byId("metrics"), METRIC_HEADS, metricRows(shown));
     fillTable(byId("nodes"), NODE_HEADS, nodeRows(shown));
     fillTable(byId("workers"), WORKER_HEADS, workerRows(stats));
     byId("stream-section").hidden = !Object.keys(stats.streams).length;
