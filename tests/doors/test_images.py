@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 import pytest
 from kit import doors
-from kit.clients import ask, fetch
+from kit.clients import HttpClient, ask, fetch
 from kit.doors import House
 from kit.services import LocalServer, serving
 from kit.waits import WAIT
@@ -114,6 +114,30 @@ def test_image_as_text_may_be_larger_than_texts(decoder: LocalServer) -> None:
     body = {"inputs": {"data": f"data:image/png;base64,{text_of(png(large))}"}, "outputs": ["color"]}
     assert len(json.dumps(body)) > 2**20
     assert ask(decoder.port, body, Content_Type="application/json") == (200, {"color": "bgr"})
+
+
+@pytest.mark.parametrize("size", [128, 700, 5_000])
+@pytest.mark.parametrize("accept", ["application/json", "image/png"])
+def test_stream_of_an_image_of_undeclared_length_is_read(decoder: LocalServer, size: int, accept: str) -> None:
+    image = png(np.random.default_rng(0).integers(0, 256, (40, 40, 3), "u1"))
+    head = f"POST /infer HTTP/1.1\r\nHost: a\r\nAccept: {accept}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with HttpClient(decoder.port) as client:
+        client.send(head + doors.in_chunks(image, size) + head)  # the next one follows at once
+        answer = client.read()
+        assert (answer.status, answer.fields["content-type"]) == (200, accept)
+        client.send(doors.in_chunks(b"no image", size))
+        answer = client.read()
+        assert (answer.status, json.loads(answer.body)["code"]) == (400, "decode_error")
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_stream_beyond_the_limit_is_refused_before_its_end(is_complete: bool) -> None:
+    with serving("DecodeMat", max_message_bytes=10_000) as server, HttpClient(server.port) as client:
+        client.send(b"POST /infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        body = doors.in_chunks(bytes(10_001), 500)
+        client.send(body if is_complete else body.removesuffix(b"0\r\n\r\n"))
+        answer = client.read()
+        assert (answer.status, json.loads(answer.body)["code"]) == (413, "too_large")
 
 
 # -- several in one call ----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def over_oip(dtype: str, data: str, count: int) -> doors.Http:
 
 
 FORMS = {"infer": over_infer, "oip": over_oip}
-JSON_DOORS = ("infer", "infer_gzip", "oip", "ray_infer", "ray_infer_gzip")
+JSON_DOORS = ("infer", "infer_gzip", "infer_chunked", "oip", "ray_infer", "ray_infer_gzip")
 every_json_door = pytest.mark.parametrize("door", ["infer", "oip", "ray_infer", "ray_oip"])
 MANY = ", ".join(["1.0"] * 40_000)
 """Longer than what is read at once."""

@@ -6,6 +6,8 @@ A new kind of model is a line in ``KINDS``, a new mistake one in ``MISTAKES``.
 from __future__ import annotations
 
 import json
+import random
+import string
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +19,13 @@ import onnx
 import pytest
 from kit import doors
 from kit.clients import HttpClient
-from kit.doors import DOORS, LIMITS, Answer, Asked, House, to_texts
+from kit.doors import DOORS, LIMITS, ROW_DOORS, Answer, Asked, House, to_texts
 from kit.waits import WAIT, eventually
 from onnx import TensorProto, helper, numpy_helper
 from torchpipe_server.front import connection
 
 from torchpipe_py import Backend, registry
+from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_TEXTS, MOST_VALUES
 
 Arrays = dict[str, Any]
 DTYPES: dict[str, tuple[int, Any]] = {
@@ -97,6 +100,14 @@ class Nested(Backend):
     def forward(self, items: list[dict[str, Any]]) -> None:
         for item in items:
             item["result"] = NESTED
+
+
+class Short(Backend):
+    """A short result for data of any length."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            item["result"] = np.ones((1, 1), "f4")
 
 
 class Gated(Backend):
@@ -182,6 +193,7 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
     kinds["nested"] = Kind(
         {"backend": "Nested"}, {"data": ROW}, {"result": {"size": [4, [1.5, None]], "text": "ä"}}, (), True
     )
+    kinds["texts"] = identity(folder, "texts", TensorProto.STRING, to_texts(["a", "ü"], (1, 2)), ["n", "w"])
     kinds["large_reply"] = Kind(
         {**save(
             folder, "large_reply", [make("Expand", ["x", "to"], ["y"])], {"x": (F, ["n", 1])}, {"y": (F, ["n", 2**15])},
@@ -195,7 +207,7 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
 NAMES = (
     *DTYPES, "own_data", "own_data_last", "own_result", "own_error", "own_priority", "own_node_name", "own_context",
     "own_parameters", "gives_result", "gives_data", "gives_error", "only_data", "any_name", "wide", "nhwc", "no_batch",
-    "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested",
+    "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested", "texts",
 )  # fmt: skip
 
 
@@ -214,10 +226,12 @@ class Table(NamedTuple):
 def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
     kinds = kinds_in(tmp_path_factory.mktemp("kinds"))
     nodes = {name.removesuffix("_given").removesuffix("_left_out"): kind.node for name, kind in kinds.items()}
+    nodes["short"] = {"backend": "Short"}
     nodes["gated"] = {"backend": "Gated", "instance_num": 1}
     with registry.default.restored() as default:
         default.register_backend(Nested, "Nested")
         default.register_backend(Gated, "Gated")
+        default.register_backend(Short, "Short")
         with doors.house(nodes) as house:
             yield Table(house, kinds)
 
@@ -341,6 +355,111 @@ def test_too_large_reply_is_refused(table: Table, door: str) -> None:
         pytest.skip("a call has no limit")
     answer = DOORS[door](table.house, table.asked("large_reply"))
     assert (answer.code, answer.values) == ("too_large", {})
+
+
+# -- sizes around each limit ----------------------------------------------------------------------------------------
+
+over_a_wire = pytest.mark.parametrize("door", [door for door in DOORS if door != "python"])
+
+
+def text_of(size: int) -> str:
+    """Text that does not become much smaller when it is compressed."""
+    return "".join(random.Random(size).choices(string.ascii_letters + string.digits, k=size))
+
+
+@over_a_wire
+def test_request_passes_at_the_limit_of_its_bytes_and_not_beyond(table: Table, door: str) -> None:
+    def ask(size: int) -> Answer:
+        inputs = {"data": to_texts([text_of(size)], (1, 1))}
+        answer: Answer = DOORS[door](table.house, Asked("short", inputs, ["result"]))
+        return answer
+
+    limit, tried = LIMITS["max_message_bytes"], 100_000
+    size = tried + limit - ask(tried).sent
+    assert (ask(size).code, ask(size).sent) == ("ok", limit)
+    assert ask(size + 1).code == "too_large"
+
+
+@over_a_wire
+def test_reply_passes_at_the_limit_of_its_bytes_and_not_beyond(table: Table, door: str) -> None:
+    def ask(size: int) -> Answer:
+        inputs = {"x": to_texts([text_of(size)], (1, 1))}
+        answer: Answer = DOORS[door](table.house, table.asked("texts", inputs))
+        return answer
+
+    limit, tried = LIMITS["max_reply_bytes"], 50_000
+    size = tried + limit - ask(tried).received
+    assert (ask(size).code, ask(size).received) == ("ok", limit)
+    assert ask(size + 1).code == "too_large"
+
+
+@over_a_wire
+@pytest.mark.parametrize(
+    ("form", "most"),
+    [(lambda count: to_texts(["a"] * count, (1, count)), MOST_TEXTS),
+     (lambda count: np.zeros((1,) * count, "f4"), MOST_DIMENSIONS)],
+    ids=["texts", "dimensions"],
+)  # fmt: skip
+def test_array_passes_at_its_limits_and_not_beyond(
+    table: Table, door: str, form: Callable[[int], np.ndarray], most: int
+) -> None:
+    for count, code in ((most, "ok"), (most + 1, "invalid_request")):
+        answer = DOORS[door](table.house, Asked("short", {"data": form(count)}, ["result"]))
+        assert answer.code == code, answer.message
+
+
+@over_a_wire
+def test_request_passes_at_the_limit_of_its_names_and_not_beyond(table: Table, door: str) -> None:
+    for count, code in ((MOST_VALUES, "ok"), (MOST_VALUES + 1, "invalid_request")):
+        inputs = {"data": ROW, **{f"more{index}": ROW[:, :1] for index in range(count - 1)}}
+        answer = DOORS[door](table.house, Asked("short", inputs, ["result"]))
+        assert answer.code == code, answer.message
+
+
+@pytest.mark.parametrize("door", [door for door in ROW_DOORS if door != "python"])
+def test_call_passes_at_the_limit_of_its_items_and_not_beyond(table: Table, door: str) -> None:
+    most = LIMITS["max_batch"]
+    for count, code in ((most, "ok"), (most + 1, "invalid_request")):
+        inputs = {"x": np.arange(4 * count, dtype="f4").reshape(count, 4)}
+        answer = ROW_DOORS[door](table.house, table.asked("fp32", inputs))
+        assert answer.code == code, answer.message
+        if code == "ok":
+            assert doors.same(answer.values["y"], inputs["x"])
+        else:
+            assert f"the limit is {most}" in answer.message
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+WITHOUT_BATCH = ("no_batch", "scalar", "no_rows", "nested")
+
+
+@pytest.mark.parametrize("door", ROW_DOORS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_BATCH])
+def test_rows_of_a_batch_have_the_results_of_single_requests(table: Table, name: str, door: str) -> None:
+    inputs = {
+        key: np.concatenate([np.roll(value, index, axis=-1) for index in range(3)])
+        for key, value in table.kinds[name].inputs.items()
+    }
+    asked = table.asked(name, inputs)
+    alone = [DOORS["python"](table.house, asked._replace(inputs=row)) for row in doors.rows_of(asked)]
+    answer = ROW_DOORS[door](table.house, asked)
+    assert (answer.code, answer.message) == ("ok", "")
+    for output, value in doors.joined([each.values for each in alone]).items():
+        assert doors.same(answer.values[output], value), (output, answer.values[output])
+
+
+@pytest.mark.parametrize("door", ROW_DOORS)
+@pytest.mark.parametrize("mistake", ["unknown input", "misspelt input", "missing input", "other type", "other shape"])
+def test_batch_with_wrong_inputs_is_invalid(table: Table, mistake: str, door: str) -> None:
+    for name in NAMES:
+        kind = table.kinds[name]
+        wrong = None if kind.is_custom or name in WITHOUT_BATCH else MISTAKES[mistake](kind)
+        if wrong is None or (door == "python" and name == "only_data"):  # its ``data`` is no dict
+            continue
+        inputs = {key: np.concatenate([value] * 3) for key, value in wrong.items()}
+        answer = ROW_DOORS[door](table.house, table.asked(name, inputs))
+        assert (answer.code, answer.values) == ("invalid_request", {}), (name, answer)
 
 
 # -- late and cancelled ---------------------------------------------------------------------------------------------

@@ -51,11 +51,26 @@ class Asks:
         self.close()
 
 
+class _CountingSocket(TSocket):  # type: ignore[misc]
+    """A socket that counts the bytes that go through it."""
+
+    sent = received = 0
+
+    def write(self, data: bytes) -> None:
+        self.sent += len(data)
+        super().write(data)
+
+    def read(self, size: int) -> bytes:
+        data: bytes = super().read(size)
+        self.received += len(data)
+        return data
+
+
 class Client(Asks):
     """Thrift, by thriftpy2; `send` and `receive` apart, so that calls can be pipelined."""
 
     def __init__(self, port: int, framed: bool = False, compact: bool = False, timeout: float = WAIT) -> None:
-        opened = TSocket(sock=connect(port, timeout))
+        opened = self.counted = _CountingSocket(sock=connect(port, timeout))
         self.sock: socket.socket = opened.sock
         self._transport = TFramedTransport(opened) if framed else TBufferedTransport(opened)
         self._protocol = TCompactProtocol(self._transport) if compact else TBinaryProtocol(self._transport)

@@ -32,7 +32,9 @@ from torchpipe_py.wire.http import HttpRequest
 
 HAS_GRPC = all(find_spec(name) for name in ("grpc", "google"))
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-LIMITS: dict[str, Any] = {"max_message_bytes": 2**17, "max_reply_bytes": 2**16, "max_text_bytes": 2**17}
+LIMITS: dict[str, Any] = {
+    "max_message_bytes": 2**17, "max_reply_bytes": 2**16, "max_text_bytes": 2**17, "max_batch": 8,
+}  # fmt: skip
 
 Arrays = Mapping[str, Any]
 
@@ -54,11 +56,16 @@ class ClientLeftError(TimeoutError):
 
 
 class Answer(NamedTuple):
-    """``code`` is ``ok``, or the error's; ``values`` are arrays, or what a custom backend made, by output."""
+    """``code`` is ``ok``, or the error's; ``values`` are arrays, or what a custom backend made, by output.
+
+    ``sent`` and ``received`` are the bytes of the messages, uncompressed, of a good one over a wire.
+    """
 
     code: str
     values: Arrays
     message: str = ""
+    sent: int = 0
+    received: int = 0
 
 
 class House:
@@ -78,8 +85,8 @@ class House:
         """The pipe that answers."""
         return self.replica._served.pipe if door.startswith("ray") else self.pipe
 
-    def connect(self, cls: type) -> Any:
-        client = cls(self.server.port)
+    def connect(self, cls: type, **options: Any) -> Any:
+        client = cls(self.server.port, **options)
         client.sock.settimeout(self.seconds)
         return client
 
@@ -174,6 +181,41 @@ def python(house: House, asked: Asked) -> Answer:
     return Answer("ok", {name: found[name] for name in asked.outputs})
 
 
+def python_rows(house: House, asked: Asked) -> Answer:
+    """All rows in one call."""
+    names = [spec.name for spec in house.pipe.signature(asked.model).inputs]
+    items: list[dict[str, Any]] = []
+    for row in rows_of(asked):
+        given = {name: to_tensor(value) for name, value in row.items()}
+        items.append({"data": given if names != ["data"] else given["data"], "node_name": asked.model})
+    try:
+        house.pipe(items)
+        for item in items:
+            if "result" not in item:
+                raise reason(item, "result")
+    except torchpipe_py.errors.TorchpipeError as error:
+        return Answer(code_of(error), {}, str(error))
+    declared = [spec.name for spec in house.pipe.signature(asked.model).outputs] or ["result"]
+    parts = []
+    for item in items:
+        values = item["result"] if len(declared) > 1 else [item["result"]]
+        parts.append({name: from_tensor(value) for name, value in zip(declared, values, strict=True)})
+    return Answer("ok", {name: value for name, value in joined(parts).items() if name in asked.outputs})
+
+
+def rows_of(asked: Asked) -> list[Arrays]:
+    """The inputs of each row, whose arrays have a first dimension of 1."""
+    count = len(next(iter(asked.inputs.values())))
+    return [{name: value[index : index + 1] for name, value in asked.inputs.items()} for index in range(count)]
+
+
+def joined(parts: Sequence[Arrays]) -> Arrays:
+    """The outputs of rows as arrays of all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
+
+
 def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray)
 
@@ -189,22 +231,28 @@ def thrift(house: House, asked: Asked) -> Answer:
             outputs = client.infer(inputs, outputs=list(asked.outputs), node_name=asked.model, deadline_ms=deadline_ms)
         except IDL.InferenceError as error:
             return Answer(error.code, {}, error.message)
-        return Answer("ok", {name: _from_value(outputs[name]) for name in asked.outputs})
+        values = {name: _from_value(outputs[name]) for name in asked.outputs}
+        return Answer("ok", values, "", client.counted.sent, client.counted.received)
 
 
-def thrift_many(house: House, asked: Asked) -> Answer:
-    """The outcome of one request of one."""
+def thrift_many(house: House, asked: Asked, rows: Sequence[Arrays] = ()) -> Answer:
+    """The outcome of one request of one, or of several ``rows``, over the framed transport."""
     deadline_ms = None if asked.deadline_ms is None else int(asked.deadline_ms)
-    inputs = {name: IDL.Value(tensor=_thrift_tensor(value)) for name, value in asked.inputs.items()}
+    inputs = [
+        {name: IDL.Value(tensor=_thrift_tensor(value)) for name, value in row.items()} for row in rows or [asked.inputs]
+    ]
     more = {"outputs": list(asked.outputs), "node_name": asked.model, "deadline_ms": deadline_ms}
-    with house.connect(Client) as client:
+    with house.connect(Client, framed=True) as client:
         try:
-            (outcome,) = client.call("infer_many", inputs=[inputs], **more)
+            outcomes = client.call("infer_many", inputs=inputs, **more)
         except IDL.InferenceError as error:
             return Answer(error.code, {}, error.message)
-        if outcome.error is not None:
-            return Answer(outcome.error.code, {}, outcome.error.message)
-        return Answer("ok", {name: _from_value(outcome.response.outputs[name]) for name in asked.outputs})
+        for outcome in outcomes:
+            if outcome.error is not None:
+                return Answer(outcome.error.code, {}, outcome.error.message)
+        parts = [{name: _from_value(outcome.response.outputs[name]) for name in asked.outputs} for outcome in outcomes]
+        sent = client.counted.sent - 4  # the length of a request's frame is not part of it
+        return Answer("ok", joined(parts), "", sent, client.counted.received)
 
 
 def _thrift_tensor(array: np.ndarray) -> Any:
@@ -230,6 +278,8 @@ class Http(NamedTuple):
     body: bytes
     fields: dict[str, str]
     read: Callable[[bytes, Mapping[str, str]], Arrays]
+    sent: int = 0
+    """Bytes of a body before its compression; 0 if there is none."""
 
 
 def infer(asked: Asked) -> Http:
@@ -237,6 +287,27 @@ def infer(asked: Asked) -> Http:
     more = {} if asked.deadline_ms is None else {"deadline_ms": asked.deadline_ms}
     body = {"inputs": inputs, "outputs": list(asked.outputs), "node_name": asked.model, **more}
     return Http("/infer", json.dumps(body).encode(), {"content-type": "application/json"}, _read_infer)
+
+
+def infer_rows(asked: Asked) -> Http:
+    """All rows in one call."""
+    inputs = [{name: _json_array(value) for name, value in row.items()} for row in rows_of(asked)]
+    body = {"inputs": inputs, "outputs": list(asked.outputs), "node_name": asked.model}
+    return Http("/infer", json.dumps(body).encode(), {"content-type": "application/json"}, _read_rows)
+
+
+class RowError(Exception):
+    """A row has failed; the arguments are code and message."""
+
+
+def _read_rows(body: bytes, fields: Mapping[str, str]) -> Arrays:
+    outcomes = json.loads(body)["outcomes"]
+    for outcome in outcomes:
+        if "code" in outcome:
+            raise RowError(outcome["code"], outcome["error"])
+    return joined(
+        [{name: _from_json_array(value) for name, value in outcome["outputs"].items()} for outcome in outcomes]
+    )
 
 
 def _json_array(array: np.ndarray) -> dict[str, Any]:
@@ -311,37 +382,46 @@ def _read_oip(body: bytes, fields: Mapping[str, str]) -> Arrays:
     return found
 
 
+_WINDOWS = {"gzip": 31, "deflate": 15}
+
+
 def compressed(coding: str, form: Callable[[Asked], Http]) -> Callable[[Asked], Http]:
     """The request with its body compressed, whose answer may be, too."""
-    window = {"gzip": 31, "deflate": 15}[coding]
+    window = _WINDOWS[coding]
 
     def made(asked: Asked) -> Http:
         request = form(asked)
         packer = zlib.compressobj(wbits=window)
         fields = {**request.fields, "content-encoding": coding, "accept-encoding": coding}
 
-        def read(body: bytes, told: Mapping[str, str]) -> Arrays:
-            if "content-encoding" in told:
-                assert told["content-encoding"] == coding
-                body = zlib.decompress(body, window)
-            return request.read(body, told)
-
-        return Http(request.path, packer.compress(request.body) + packer.flush(), fields, read)
+        packed = packer.compress(request.body) + packer.flush()
+        return Http(request.path, packed, fields, request.read, len(request.body))
 
     return made
 
 
-def over_http(form: Callable[[Asked], Http]) -> Door:
+def over_http(form: Callable[[Asked], Http], is_chunked: bool = False) -> Door:
+    """``is_chunked``: the length of the body is not declared."""
+
     def ask(house: House, asked: Asked) -> Answer:
         request = form(asked)
         named = "".join(f"{name}: {value}\r\n" for name, value in request.fields.items())
-        head = f"POST {request.path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(request.body)}\r\n{named}\r\n"
+        length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(request.body)}"
+        head = f"POST {request.path} HTTP/1.1\r\nHost: a\r\n{length}\r\n{named}\r\n"
         with house.connect(HttpClient) as client:
-            client.send(head.encode() + request.body)
+            client.send(head.encode() + (in_chunks(request.body) if is_chunked else request.body))
             answer = client.read()
         return _of_http(request, answer.status, answer.body, answer.fields)
 
     return ask
+
+
+def in_chunks(body: bytes, size: int = 5_000) -> bytes:
+    """A body as it is sent by a client that does not know its length."""
+    starts = range(0, len(body), size)
+    return b"".join(
+        [b"%x\r\n%b\r\n" % (len(body[at : at + size]), body[at : at + size]) for at in [*starts, len(body)]]
+    )
 
 
 def over_ray(form: Callable[[Asked], Http]) -> Door:
@@ -351,7 +431,8 @@ def over_ray(form: Callable[[Asked], Http]) -> Door:
         request = form(asked)
 
         async def pieces() -> AsyncIterator[bytes]:
-            yield request.body
+            for at in range(0, len(request.body), 5_000):
+                yield request.body[at : at + 5_000]
 
         given = HttpRequest("POST", request.path)
         given.fields = dict(request.fields)
@@ -367,7 +448,16 @@ def over_ray(form: Callable[[Asked], Http]) -> Door:
 
 def _of_http(request: Http, status: int, body: bytes, fields: Mapping[str, str]) -> Answer:
     if status == 200:
-        return Answer("ok", request.read(body, {name.lower(): text for name, text in fields.items()}))
+        told = {name.lower(): text for name, text in fields.items()}
+        if "content-encoding" in told:
+            assert told["content-encoding"] == request.fields["accept-encoding"]
+            body = zlib.decompress(body, _WINDOWS[told["content-encoding"]])
+        try:
+            values = request.read(body, told)
+        except RowError as error:
+            code, message = error.args
+            return Answer(code, {}, message)
+        return Answer("ok", values, "", request.sent or len(request.body), len(body))
     failed = json.loads(body)
     return Answer(failed["code"], {}, failed["error"])
 
@@ -397,7 +487,8 @@ def rpc(house: House, asked: Asked, is_compressed: bool = False) -> Answer:
         told = dict(error.trailing_metadata() or ())
         return Answer(str(told.get("error-code") or _RPC_CODES[error.code().name]), {}, error.details())
     outputs = zip(found.outputs, found.raw_output_contents, strict=True)
-    return Answer("ok", {output.name: from_raw(output.datatype, list(output.shape), raw) for output, raw in outputs})
+    values = {output.name: from_raw(output.datatype, list(output.shape), raw) for output, raw in outputs}
+    return Answer("ok", values, "", request.ByteSize(), found.ByteSize())
 
 
 _RPC_CODES = {"RESOURCE_EXHAUSTED": "too_large"}
@@ -413,11 +504,25 @@ DOORS: dict[str, Door] = {
     "oip_binary": over_http(oip_binary),
     "infer_gzip": over_http(compressed("gzip", infer)),
     "oip_binary_deflate": over_http(compressed("deflate", oip_binary)),
+    "infer_chunked": over_http(infer, is_chunked=True),
+    "oip_binary_chunked": over_http(oip_binary, is_chunked=True),
     **({"grpc": rpc, "grpc_gzip": partial(rpc, is_compressed=True)} if HAS_GRPC else {}),
     "ray_infer": over_ray(infer),
     "ray_oip_binary": over_ray(oip_binary),
     "ray_infer_gzip": over_ray(compressed("gzip", infer)),
 }
+
+ROW_DOORS: dict[str, Door] = {
+    "python": python_rows,
+    "thrift_many": lambda house, asked: thrift_many(house, asked, rows_of(asked)),
+    "infer": over_http(infer_rows),
+    "infer_chunked": over_http(infer_rows, is_chunked=True),
+    **{name: DOORS[name] for name in ("oip", "oip_binary", "oip_binary_deflate", "oip_binary_chunked")},
+    **({"grpc": rpc} if HAS_GRPC else {}),
+    "ray_infer": over_ray(infer_rows),
+    "ray_oip_binary": over_ray(oip_binary),
+}
+"""Doors for a call with several rows, each a request to a model with a batch dimension."""
 
 
 def same(found: Any, expected: Any) -> bool:

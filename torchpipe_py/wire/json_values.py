@@ -22,6 +22,7 @@ from torchpipe_py.wire.values import (
     BFLOAT16,
     MOST_DIMENSIONS,
     MOST_TENSORS,
+    MOST_TEXTS,
     STRING,
     array_of_texts,
     check_finite,
@@ -219,8 +220,8 @@ def _texts_from(where: str, shape: Any, data: Any) -> np.ndarray:
     flat = [each for row in rows if isinstance(row, list) for each in row]
     if not all(isinstance(row, list) for row in (data, *rows)) or not set(map(type, flat)) <= {str, dict}:
         raise InvalidRequest(f'{where}the data of {STRING} is a list of texts, or of {{"b64": "…"}} for bytes')
-    if len(flat) > MOST_ELEMENTS:
-        raise InvalidRequest(f"{where}{len(flat)} texts; the limit is {MOST_ELEMENTS}")
+    if len(flat) > MOST_TEXTS:
+        raise InvalidRequest(f"{where}{len(flat)} texts; the limit is {MOST_TEXTS}")
     elements: list[Any] = [from_json(where, each) if isinstance(each, dict) else each for each in flat]
     if not all(isinstance(each, (str, bytes)) for each in elements):
         raise InvalidRequest(f"{where}the data of {STRING} is a list of texts")

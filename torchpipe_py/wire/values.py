@@ -29,6 +29,7 @@ LENGTH = struct.Struct("<I")  # before each text of an array
 NAME_CHARACTERS = 1024  # limit of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
 MOST_TENSORS = 256  # in one value
+MOST_TEXTS = 2**12  # in an array
 MOST_DIMENSIONS = 32
 _MOST_SIZE = 2**63 - 1  # largest dimension; NumPy has other errors for this one and for larger ones
 
@@ -154,7 +155,7 @@ def array_of_texts(where: str, shape: Sequence[int], elements: Sequence[str | by
 
 
 def split_texts(where: str, data: bytes) -> list[bytes]:
-    """The elements of ``joined_texts``; ``InvalidRequest`` for other bytes."""
+    """The elements of ``joined_texts``; ``InvalidRequest`` for other bytes, and for more than ``MOST_TEXTS``."""
     elements: list[bytes] = []
     start = 0
     while start < len(data):
@@ -163,6 +164,8 @@ def split_texts(where: str, data: bytes) -> list[bytes]:
             start, end = end, end + LENGTH.unpack_from(data, start)[0]
         if end > len(data):
             raise InvalidRequest(f"{where}element [{len(elements)}] ends at byte {end}, there are {len(data)}")
+        if len(elements) == MOST_TEXTS:
+            raise InvalidRequest(f"{where}more than {MOST_TEXTS} texts")
         elements.append(bytes(data[start:end]))
         start = end
     return elements
