@@ -112,6 +112,15 @@ def test_refuses_invalid_message(server: LocalServer, said: str) -> None:
         assert answer.raw_output_contents == [struct.pack("<I", 3) + b"abc"]
 
 
+def test_takes_raw_input_contents_beside_empty_contents(server: LocalServer) -> None:
+    """As MLServer's client sends them."""
+    value = struct.pack("<I", 3) + b"xyz"
+    sent = tensor("BYTES", (1,), [value], contents={})
+    assert Request.FromString(sent).inputs[0].HasField("contents")
+    with channel(server.grpc_port) as on:
+        assert Answer.FromString(infer(on, sent)).raw_output_contents == [value]
+
+
 @pytest.mark.parametrize("outputs", [[], ["result"]])
 @pytest.mark.parametrize("id", ["", "größe"])
 def test_answer_has_id_and_outputs_of_its_request(server: LocalServer, outputs: list[str], id: str) -> None:

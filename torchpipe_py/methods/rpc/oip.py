@@ -226,7 +226,7 @@ class OipRpcs:
 
     def _inputs(self, inputs: Sequence[Any], raw: Sequence[bytes], model: str) -> list[Given]:
         for given in inputs if raw else ():
-            if given.HasField("contents"):
+            if given.HasField("contents") and given.contents.ListFields():  # MLServer's client sends it empty
                 text = "contents field must not be specified when using raw_input_contents"  # Triton's words
                 raise InvalidRequest(f"{text} for {given.name[:40]!r} for model {model[:80]!r}")
         if raw and len(raw) != len(inputs):
