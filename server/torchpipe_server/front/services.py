@@ -38,6 +38,7 @@ from torchpipe_server.wire.thrift_reader import BadArgumentsError, ThriftReader
 logger = logging.getLogger("torchpipe_server")
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+_NO_CHANGE = "pages of other origins load and unload nothing"
 
 
 def reply_bound(size: int) -> Bound:
@@ -166,6 +167,8 @@ class HttpService:
             return self._other, request
         if route.changes_service:
             self._guard.check(request, is_change=True)
+            if request.is_of_other_page:
+                raise ForbiddenError(_NO_CHANGE)
         request.label = route.label
         if request.error is not None:
             raise request.error
@@ -189,7 +192,7 @@ class HttpService:
         if self._other is None:
             route, _ = self._routes.find(wanted)
             if route.changes_service:
-                raise ForbiddenError("pages of other origins load and unload nothing")
+                raise ForbiddenError(_NO_CHANGE)
 
     def _fields(self, request: HttpRequest, own: Mapping[str, str]) -> Mapping[str, str] | None:
         """The header fields of an answer, besides its ``own``."""

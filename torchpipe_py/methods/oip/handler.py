@@ -15,7 +15,6 @@ from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_l
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
-from torchpipe_py.wire.errors import RouteError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
 _MODEL = "/v2/models/{model}"
@@ -80,8 +79,6 @@ class OipHandler:
 
     def _control(self, action: str, request: HttpRequest, done: Done) -> None:
         assert self._core.control is not None
-        if request.is_of_other_page:
-            raise RouteError("pages of other origins load and unload nothing")
         name = unquote(request.parameters["model"])
         if action == "load" and request.body:
             check_load(name, read_parameters(request.body))

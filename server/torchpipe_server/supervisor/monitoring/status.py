@@ -25,7 +25,7 @@ from torchpipe_py.serving import (
     route,
 )
 from torchpipe_server.front.cors import cross_origin
-from torchpipe_server.front.hosts import ForbiddenError, HostGuard
+from torchpipe_server.front.hosts import HostGuard
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server
@@ -90,19 +90,13 @@ class StatusServer:
             _EVENTS: self._follow,
             "/streams/{name}/snapshot.jpg": self._snapshot,
         }
-        routes = [
-            route("GET", path, partial(self._answer, start), is_streamed=path == _EVENTS)
-            for path, start in self._paths.items()
-        ]
+        routes = [route("GET", path, start, is_streamed=path == _EVENTS) for path, start in self._paths.items()]
         self._cors = cross_origin(options.cors_origin)
         self._methods, body_bytes = METHODS if self._cors is None else METHODS | {"OPTIONS"}, 0
         if service.repository is not None:
             self._methods, body_bytes = self._methods | {"POST"}, CONTROL_BYTES
             paths = _repository_paths(service.repository)
-            routes += [
-                route("POST", path, partial(self._answer, start), changes_service=path != _INDEX)
-                for path, start in paths.items()
-            ]
+            routes += [route("POST", path, start, changes_service=path != _INDEX) for path, start in paths.items()]
         guard = HostGuard(host, options.allowed_hosts, _PROBES)
         http = HttpService(
             Routes(routes),
@@ -129,11 +123,6 @@ class StatusServer:
             sock.close()
         else:
             self._server.adopt(sock, 0, Entry(memoryview(bytearray(SLOT_BYTES)), 0))
-
-    def _answer(self, start: Callable[[HttpRequest, Done], Any], request: HttpRequest, done: Done) -> Any:
-        if request.method == "POST" and request.is_of_other_page:
-            raise ForbiddenError("pages of other origins load and unload nothing")
-        return start(request, done)
 
     def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
