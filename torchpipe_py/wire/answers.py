@@ -11,6 +11,7 @@ from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, repor
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 STATUSES = {
+    "config": 400,
     "forbidden": 403,
     "not_found": 404,
     "unknown_node": 404,
@@ -28,7 +29,6 @@ STATUSES = {
     "deadline_exceeded": 504,
     "backend_error": 500,
     "backend_unavailable": 500,
-    "config": 500,
     "internal": 500,
 }
 """Statuses by an error's code; other codes, of faulty requests, are 400."""

@@ -14,9 +14,9 @@ from urllib.parse import quote
 import pytest
 from kit.clients import ask
 from kit.monitored import Monitored
-from kit.services import LIGHT, Process
+from kit.services import LIGHT, Process, reserved_port
 from kit.steered import FILE
-from kit.waits import eventually
+from kit.waits import WAIT, eventually
 from torchpipe_server.supervisor.messages import Committed, Prepared
 from torchpipe_server.supervisor.model_change import ModelChange
 
@@ -216,6 +216,25 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path, text: str) -> None:
         assert (infer(service.port, "b"), service.pids()) == ("a", workers)
         assert 'torchpipe_reloads_total{outcome="failed"} 2.0' in service.get("metrics")[1]
         assert "torchpipe_reload_successful 0.0" in service.get("metrics")[1]
+
+
+def test_a_load_that_fails_has_one_code_over_http_and_grpc(tmp_path: Path) -> None:
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    messages = pytest.importorskip("torchpipe_py.methods.rpc.messages")
+    folder = written(tmp_path / "models", a=GOOD, b="[node")
+    with reserved_port() as port, folder_service(folder, "--repository-control", "--grpc-port", str(port)) as service:
+        service.wait_started()
+        status, said = ask(service.port, b"", "/v2/repository/models/b/load")
+        assert (status, said["code"]) == (400, "config")
+        load = messages.message("inference.RepositoryModelLoadRequest")(model_name="b").SerializeToString()
+        path = "/inference.GRPCInferenceService/RepositoryModelLoad"
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as on, pytest.raises(grpc.RpcError) as raised:
+            on.unary_unary(path)(load, timeout=WAIT, wait_for_ready=True)
+        assert (raised.value.code().name, raised.value.details()) == ("INVALID_ARGUMENT", said["error"])
+        assert dict(raised.value.trailing_metadata())["error-code"] == "config"
+        methods = "POST /v2/repository/models/{model}/load", "gRPC RepositoryModelLoad"
+        counted = [f'torchpipe_requests_total{{method="{method}",model="",outcome="config",' for method in methods]
+        eventually(lambda: all(line in service.get("metrics")[1] for line in counted))
 
 
 def test_a_model_of_two_files_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,15 @@ class NotServedError(TorchpipeError):
     code = "not_served"
 
 
+class ModelChangeError(TorchpipeError):
+    """A model that was not loaded or unloaded; ``said`` is the JSON with the reason and its code."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        super().__init__(said["error"])
+        self.code = said["code"]
+        self.retry_after_ms = said.get("retry_after_ms")
+
+
 def shared_memory(region: object) -> None:
     """Refuse a request about a region of shared memory. One about all regions passes: there are none.
 

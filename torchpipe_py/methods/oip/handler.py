@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, OpenInference, shared_memory
+from torchpipe_py.methods.oip.core import Model, ModelChangeError, OpenInference, shared_memory
 from torchpipe_py.methods.oip.http import Templates, answer, read_index, read_infer, read_parameters, takes_long
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
@@ -82,7 +82,9 @@ class OipHandler:
         name = unquote(request.parameters["model"])
         if action == "load" and request.body:
             check_load(name, read_parameters(request.body))
-        self._core.control(action, name, lambda status, body: done(json_answer(body, status)))
+        self._core.control(
+            action, name, lambda status, said: done(json_answer(said) if status < 300 else ModelChangeError(said))
+        )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         began = request.arrived or perf_counter()

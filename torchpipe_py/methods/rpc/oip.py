@@ -10,9 +10,9 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
-from torchpipe_py.errors import InvalidRequest, Overloaded, UnknownNode
+from torchpipe_py.errors import InvalidRequest, UnknownNode
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, shared_memory
+from torchpipe_py.methods.oip.core import Model, ModelChangeError, NotServedError, OpenInference, shared_memory
 from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
@@ -131,14 +131,9 @@ class OipRpcs:
         if action == "load":
             check_load(name, request.message.parameters)
 
-        def answer(status: int, body: Mapping[str, Any]) -> None:
-            if status < 300:
-                done(RpcAnswer(made()))
-            else:
-                failed = Overloaded if body["code"] == Overloaded.code else InvalidRequest
-                done(failed(body["error"]))
-
-        self._core.control(action, name, answer)
+        self._core.control(
+            action, name, lambda status, said: done(RpcAnswer(made()) if status < 300 else ModelChangeError(said))
+        )
 
     def _statistics(self, made: Any, request: RpcRequest, done: Done) -> None:
         asked = request.message
