@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from kit import http2
 from kit.clients import HttpClient, Response, ask, connect, fetch
+from kit.compressed import PIECES, inflating_held_back
 from kit.contract import HAS_GRPC
 from kit.services import LocalServer, serving, steered
 from kit.steered import Steered
@@ -154,31 +155,14 @@ def test_ratio_is_limited() -> None:
         assert answer["error"].endswith(f"more than 200 times its {len(BOMB)} bytes: send it uncompressed")
 
 
-@contextmanager
-def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore, threading.Event]]:
-    """A long body is being inflated, since the first, until the second is set."""
-    begun, may_go_on = threading.Semaphore(0), threading.Event()
-    step = compression.Inflater.step
-
-    def step_slowly(self: compression.Inflater, *size: int) -> bool:
-        if not size:
-            begun.release()
-            assert may_go_on.wait(WAIT)
-        return step(self, *size)
-
-    monkeypatch.setattr(compression.Inflater, "step", step_slowly)
-    yield begun, may_go_on
-    may_go_on.set()
-
-
-def send_large(client: HttpClient, *lines: str) -> None:
-    body = gzip.compress(LARGE)
+def send_large(client: HttpClient, *lines: str, body: bytes = LARGE) -> None:
+    body = gzip.compress(body, 1)
     own = (*lines, f"Content-Length: {len(body)}", "Content-Encoding: gzip")
     client.send("\r\n".join(["POST /infer HTTP/1.1", "Host: a", *own, "", ""]).encode() + body)
 
 
 def test_others_are_answered_while_a_long_body_is_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_back(monkeypatch) as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
+    with inflating_held_back() as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
         send_large(client)
         assert begun.acquire(timeout=WAIT)
         assert ask(server.port, gzip.compress(b"small"), Content_Encoding="gzip")[0] == 200
@@ -188,7 +172,7 @@ def test_others_are_answered_while_a_long_body_is_inflated(monkeypatch: pytest.M
 
 
 def test_body_of_a_client_that_left_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_back(monkeypatch) as (begun, may_go_on), steered() as server:
+    with inflating_held_back() as (begun, may_go_on), steered() as server:
         with HttpClient(server.port) as client:
             send_large(client)
             assert begun.acquire(timeout=WAIT)
@@ -199,7 +183,7 @@ def test_body_of_a_client_that_left_is_not_computed(monkeypatch: pytest.MonkeyPa
 
 
 def test_deadline_counts_from_the_arrival_of_the_compressed_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_back(monkeypatch) as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
+    with inflating_held_back() as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
         send_large(client, "X-Deadline-Ms: 1")
         assert begun.acquire(timeout=WAIT)
         held = perf_counter()
@@ -210,8 +194,34 @@ def test_deadline_counts_from_the_arrival_of_the_compressed_body(monkeypatch: py
         assert not Steered.seen
 
 
+def test_no_further_piece_is_inflated_for_a_client_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with inflating_held_back() as (begun, may_go_on), steered(max_message_bytes=2**23) as server:
+        with HttpClient(server.port) as client:
+            send_large(client, body=PIECES)
+            assert begun.acquire(timeout=WAIT)
+        eventually(lambda: not server.server.connections)
+        may_go_on.set()
+        assert ask(server.port, gzip.compress(LARGE), Content_Encoding="gzip")[0] == 200
+        assert begun.acquire(timeout=WAIT), "of the second"
+        assert not begun.acquire(blocking=False)
+
+
+def test_a_body_is_inflated_no_further_than_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        inflating_held_back() as (begun, may_go_on),
+        steered(max_message_bytes=2**23, max_held_bytes=2**21) as server,
+        HttpClient(server.port) as client,
+    ):
+        may_go_on.set()
+        send_large(client, body=PIECES)
+        answer = client.read()
+        assert (answer.status, json.loads(answer.body)["code"]) == (429, "overloaded")
+        assert sum(iter(lambda: begun.acquire(blocking=False), False)) < len(PIECES) // 2**20
+        assert client.infer_batch(b"next") == ("next", 4.0)
+
+
 def test_drain_answers_what_is_being_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_back(monkeypatch) as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
+    with inflating_held_back() as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
         send_large(client)
         assert begun.acquire(timeout=WAIT)
         server.stop()
@@ -294,14 +304,16 @@ if HAS_GRPC:
 
     SERVICE = "/inference.GRPCInferenceService"
     Request, Reply = message("inference.ModelInferRequest"), message("inference.ModelInferResponse")
+    CHANNEL = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     StreamReply = message("inference.ModelStreamInferResponse")
 
 needs_grpc = pytest.mark.skipif(not HAS_GRPC, reason="grpcio is not installed")
 
 
-def rpc_request(raw: bytes, id: str = "") -> bytes:
+def rpc_request(raw: bytes, id: str = "", **parameters: Any) -> bytes:
     given = {"name": "data", "datatype": "UINT8", "shape": [1, len(raw)]}
-    return Request(model_name="test", id=id, inputs=[given], raw_input_contents=[raw]).SerializeToString()
+    asked = Request(model_name="test", id=id, inputs=[given], raw_input_contents=[raw], parameters=parameters)
+    return asked.SerializeToString()
 
 
 def infer_on(on: Any, data: bytes, **options: Any) -> Any:
@@ -309,7 +321,7 @@ def infer_on(on: Any, data: bytes, **options: Any) -> Any:
 
 
 def rpc_channel(server: LocalServer) -> Any:
-    return grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=[("grpc.use_local_subchannel_pool", 1)])
+    return grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=CHANNEL)
 
 
 @contextmanager
@@ -398,7 +410,7 @@ def test_requests_of_a_stream_are_compressed_one_by_one() -> None:
 
 @needs_grpc
 def test_others_are_answered_while_a_long_message_is_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_back(monkeypatch) as (begun, may_go_on), rpc_server() as (server, on):
+    with inflating_held_back() as (begun, may_go_on), rpc_server() as (server, on):
         long = on.unary_unary(f"{SERVICE}/ModelInfer").future(
             rpc_request(bytes(500_000)), timeout=WAIT, compression=grpc.Compression.Gzip
         )
@@ -411,7 +423,7 @@ def test_others_are_answered_while_a_long_message_is_inflated(monkeypatch: pytes
 
 @needs_grpc
 def test_inflated_message_of_a_client_that_left_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with held_back(monkeypatch) as (begun, may_go_on), rpc_server() as (server, on):
+    with inflating_held_back() as (begun, may_go_on), rpc_server() as (server, on):
         long = on.unary_unary(f"{SERVICE}/ModelInfer").future(
             rpc_request(bytes(500_000)), timeout=WAIT, compression=grpc.Compression.Gzip
         )
@@ -422,3 +434,67 @@ def test_inflated_message_of_a_client_that_left_is_not_run(monkeypatch: pytest.M
         assert infer_on(on, rpc_request(b"next"))
         eventually(lambda: server.rpc.held_bytes == 0)
         assert server.by_method["gRPC ModelInfer"] == {"ok": 1}
+
+
+def infer_later(on: Any, data: bytes, path: str = "ModelInfer") -> Any:
+    """A call whose message is compressed; in a stream the only one."""
+    if path == "ModelInfer":
+        return on.unary_unary(f"{SERVICE}/{path}").future(data, timeout=WAIT, compression=grpc.Compression.Gzip)
+    return on.stream_stream(f"{SERVICE}/{path}")(iter([data]), timeout=WAIT, compression=grpc.Compression.Gzip)
+
+
+@needs_grpc
+@pytest.mark.parametrize("path", ["ModelInfer", "ModelStreamInfer"])
+def test_no_further_piece_is_inflated_of_a_message_whose_client_left(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    with inflating_held_back() as (begun, may_go_on), rpc_server() as (server, on):
+        left = infer_later(on, rpc_request(PIECES), path)
+        assert begun.acquire(timeout=WAIT)
+        left.cancel()
+        eventually(lambda: server.rpc.calls == 0)
+        assert server.rpc.held_bytes == 0
+        may_go_on.set()
+        assert infer_on(on, rpc_request(LARGE), compression=grpc.Compression.Gzip)
+        assert begun.acquire(timeout=WAIT), "of the second"
+        assert not begun.acquire(blocking=False)
+
+
+@needs_grpc
+def test_messages_are_inflated_one_at_a_time_and_counted_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with inflating_held_back() as (begun, may_go_on), rpc_server() as (server, on):
+        first = infer_later(on, rpc_request(PIECES))
+        assert begun.acquire(timeout=WAIT)
+        size = server.rpc.held_bytes
+        others = [infer_later(on, rpc_request(PIECES)) for _ in range(3)]
+        eventually(lambda: server.rpc.held_bytes >= 4 * size)
+        assert not begun.acquire(blocking=False)
+        may_go_on.set()
+        assert all(len(each.result()) > len(PIECES) for each in (first, *others))
+        eventually(lambda: server.rpc.held_bytes == 0)
+
+
+@needs_grpc
+def test_a_message_is_inflated_no_further_than_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        inflating_held_back() as (begun, may_go_on),
+        rpc_server(max_message_bytes=2**23, max_held_bytes=2**21) as (server, on),
+    ):
+        may_go_on.set()
+        with pytest.raises(grpc.RpcError) as raised:
+            infer_later(on, rpc_request(PIECES)).result()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert sum(iter(lambda: begun.acquire(blocking=False), False)) < len(PIECES) // 2**20
+        eventually(lambda: server.rpc.held_bytes == 0)
+
+
+@needs_grpc
+def test_deadline_counts_from_the_arrival_of_the_compressed_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    with inflating_held_back() as (begun, may_go_on), rpc_server() as (server, on):
+        late = infer_later(on, rpc_request(LARGE, deadline_ms={"double_param": 1.0}))
+        assert begun.acquire(timeout=WAIT)
+        held = perf_counter()
+        eventually(lambda: perf_counter() > held + 0.001)
+        may_go_on.set()
+        assert late.exception().code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert server.by_method["gRPC ModelInfer"] == {"deadline_exceeded": 1}

@@ -106,7 +106,7 @@ class LocalServer:
             self.grpc_port = self._reserved.getsockname()[1]
             settings = replace(settings, grpc_port=self.grpc_port)
             server = self.server
-            self.rpc = RpcServer(self.loop, served.rpcs, settings, server.counters, server.pacing, server.reader)
+            self.rpc = RpcServer(self.loop, served.rpcs, settings, server.counters, server.pacing, server.inflating)
         self.error: BaseException | None = None
         self.is_over = False
         self._adopted: list[Connection] = []

@@ -9,11 +9,13 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kit.backends import Gate
+from kit.compressed import PIECES, inflating_held_back
 from kit.inside import pipes_of
 from kit.kept_spans import KeptSpans
 from kit.waits import WAIT
@@ -268,6 +270,55 @@ def test_drops_a_request_that_is_cancelled_while_it_is_read(
 
     assert served(use, gate[1], max_message_bytes=10**6) == b"1"
     assert gate[0].batches == [[b"1"]]
+
+
+LONG = gzip.compress(PIECES[:500_000])
+LARGE_LIMITS = {"max_message_bytes": 2**23}
+
+
+def test_deadline_counts_from_the_arrival_of_a_compressed_body() -> None:
+    async def use(replica: PipeReplica) -> Any:
+        late = asyncio.create_task(ask(replica, INFER, LONG, content_encoding="gzip", x_deadline_ms="1"))
+        await asyncio.to_thread(begun.acquire, timeout=WAIT)
+        held = perf_counter()
+        while perf_counter() <= held + 0.001:
+            await asyncio.sleep(0)
+        may_go_on.set()
+        return await late
+
+    with inflating_held_back() as (begun, may_go_on):
+        answer = served(use, **LARGE_LIMITS)
+    assert (answer.status, json.loads(answer.body)["code"]) == (504, "deadline_exceeded")
+
+
+def test_bodies_are_inflated_one_at_a_time() -> None:
+    async def use(replica: PipeReplica) -> Any:
+        long = [asyncio.create_task(ask(replica, INFER, LONG, content_encoding="gzip")) for _ in range(3)]
+        await asyncio.to_thread(begun.acquire, timeout=WAIT)
+        assert (await ask(replica, INFER, gzip.compress(b"small"), content_encoding="gzip")).status == 200
+        assert not begun.acquire(blocking=False)
+        may_go_on.set()
+        return [answer.status for answer in await asyncio.gather(*long)]
+
+    with inflating_held_back() as (begun, may_go_on):
+        assert served(use, **LARGE_LIMITS) == [200, 200, 200]
+
+
+def test_no_further_piece_is_inflated_for_a_request_that_is_cancelled() -> None:
+    async def use(replica: PipeReplica) -> Any:
+        left = asyncio.create_task(ask(replica, INFER, gzip.compress(PIECES), content_encoding="gzip"))
+        await asyncio.to_thread(begun.acquire, timeout=WAIT)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        may_go_on.set()
+        answer = await ask(replica, INFER, LONG, content_encoding="gzip")
+        assert begun.acquire(blocking=False)
+        assert not begun.acquire(blocking=False)
+        return answer.status
+
+    with inflating_held_back() as (begun, may_go_on):
+        assert served(use, **LARGE_LIMITS) == 200
 
 
 def test_reports_a_batch_that_does_not_end_and_a_dead_instance(gate: tuple[Gate, dict[str, Any]]) -> None:

@@ -193,18 +193,20 @@ class Routes:
 
 
 class RpcRequest:
-    """A message that came over gRPC, the call's metadata, its deadline in milliseconds from now, and whether the
-    service is ending. ``model`` is ``NAME/VERSION`` of the one that it asks, once that is known."""
+    """A message that came over gRPC, the call's metadata, its deadline in milliseconds, and whether the service is
+    ending. ``arrived``: from when the deadline counts, in seconds of ``perf_counter``, if not from now. ``model`` is
+    ``NAME/VERSION`` of the one that it asks, once that is known."""
 
-    __slots__ = ("deadline_ms", "fields", "is_ending", "message", "model")
+    __slots__ = ("arrived", "deadline_ms", "fields", "is_ending", "message", "model")
 
     query = ""  # only a request over HTTP has one
 
     def __init__(
-        self, message: Any, fields: Mapping[str, str], deadline_ms: float | None = None, is_ending: bool = False
-    ) -> None:
+        self, message: Any, fields: Mapping[str, str], deadline_ms: float | None = None, is_ending: bool = False,
+        arrived: float | None = None,
+    ) -> None:  # fmt: skip
         self.message, self.fields, self.deadline_ms, self.is_ending = message, fields, deadline_ms, is_ending
-        self.model = ""
+        self.arrived, self.model = arrived, ""
 
 
 class RpcAnswer(NamedTuple):

@@ -148,6 +148,8 @@ class PipeReplica:
         import_all(arguments.import_code)
         self._served = self._serve(arguments.config, tables)
         self._reader = ThreadPoolExecutor(1, "torchpipe-reader")
+        self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that compression takes one core at most
+        self._inflating = compression.InflateQueue(self._reader)
         self._is_at_work = False  # set by the first check, which Serve makes before it sends requests
 
     def _serve(self, config: str, tables: Tables) -> ServedPipe:
@@ -178,15 +180,16 @@ class PipeReplica:
             async for piece in body:
                 read += piece
                 check_size(len(read), self._message)
-            request.body, served = bytes(read), self._served  # NOTE: read it now: it may have been exchanged
+            request.body, request.arrived = bytes(read), perf_counter()
+            served = self._served  # NOTE: read it now: it may have been exchanged
             route, request.parameters = served.routes.find(request)
             inflater = compression.inflater_of(request, self._message)
             if inflater is not None:
-                is_inflated, loop = inflater.step(SMALL_BYTES), asyncio.get_running_loop()
-                request.inflated(inflater.take() if is_inflated else await loop.run_in_executor(None, inflater.finish))
+                if not inflater.step(SMALL_BYTES):
+                    await self._inflating.finish(inflater)
+                request.inflated(inflater.take())
             takes_long = route.method.takes_long
             reader = self._reader if takes_long is not None and takes_long(request) else None
-            request.arrived = perf_counter() if reader is not None else None
             answer: HttpAnswer = await served.finished(route.method.start, request, reader)
             if answer.make is not None:
                 answer = await asyncio.get_running_loop().run_in_executor(None, answer.made)
@@ -195,7 +198,7 @@ class PipeReplica:
             accepted = request.fields.get("accept-encoding", "")
             if len(answer.body) > SMALL_BYTES and accepted:
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(None, compression.compressed, answer, accepted)
+                return await loop.run_in_executor(self._writer, compression.compressed, answer, accepted)
             return compression.compressed(answer, accepted)
         except Exception as error:
             failed = failure(error)
@@ -250,7 +253,8 @@ class PipeReplica:
     async def end(self) -> None:
         """Finish accepted requests, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
-        self._reader.shutdown(wait=False)
+        for executor in (self._reader, self._writer):
+            executor.shutdown(wait=False)
 
     def _rebuilt(self, user_config: Any) -> ServedPipe | None:
         """A pipe for the changed configuration; ``None`` if nothing changed."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import zlib
+from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import lru_cache
 
 from torchpipe_py.errors import InvalidRequest
@@ -79,12 +82,6 @@ class Inflater:
         """Bytes that it keeps in memory until ``take``."""
         return len(self._data) + self._size + _STATE_BYTES
 
-    def finish(self) -> bytes:
-        """Inflate all that is left, and return the whole. Raises what ``step`` raises."""
-        while not self.step():
-            pass
-        return self.take()
-
     def take(self) -> bytes:
         """Remove and return what was inflated."""
         parts, self._parts = self._parts, []
@@ -96,6 +93,25 @@ class Inflater:
         return RequestTooLargeError(
             f"the body inflates to more than {MOST_RATIO} times its {len(self._data)} bytes: send it uncompressed"
         )
+
+
+class InflateQueue:
+    """Inflates long bodies step by step on ``reader``, one at a time: many would grow together. For one event loop."""
+
+    def __init__(self, reader: Executor) -> None:
+        self._reader, self._turn = reader, asyncio.Lock()
+
+    async def finish(self, inflater: Inflater, hold: Callable[[int], object] = lambda size: None) -> None:
+        """Inflate all that is left; if this is cancelled, no further step is taken.
+
+        ``hold`` is called with the bytes that the inflater keeps, before it waits for its turn and after each step.
+        Raises what ``hold`` and ``Inflater.step`` raise.
+        """
+        loop = asyncio.get_running_loop()
+        hold(inflater.held_bytes)
+        async with self._turn:
+            while not await loop.run_in_executor(self._reader, inflater.step):
+                hold(inflater.held_bytes)
 
 
 def inflater_of(request: HttpRequest, most: Bound) -> Inflater | None:

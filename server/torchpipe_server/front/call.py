@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Executor
 from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from torchpipe_py import DeadlineExceeded
-from torchpipe_py.serving import Cancellable, HttpRequest, Method, compression
+from torchpipe_py.serving import Cancellable, HttpRequest, Method
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 
 
@@ -43,16 +42,17 @@ class Call:
 
     ``done`` is for any thread, the rest for the loop's. ``message`` is what the answer needs of the request. ``size``
     is the number of bytes that it keeps in memory, ``began`` the time by ``monotonic`` when its message was complete.
-    ``ticket`` and ``timer`` are there while it runs.
+    ``inflating`` is there while its body is inflated aside, ``ticket`` and ``timer`` while it runs.
     """
 
-    __slots__ = ("began", "caller", "message", "request_id", "size", "state", "ticket", "timer")
+    __slots__ = ("began", "caller", "inflating", "message", "request_id", "size", "state", "ticket", "timer")
 
     def __init__(self, caller: Caller, message: Any = None, size: int = 0) -> None:
         self.caller, self.message, self.size = caller, message, size
         self.state = WAITING
         self.began = monotonic()
         self.request_id = ""
+        self.inflating: asyncio.Task[None] | None = None
         self.ticket: Cancellable | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -78,21 +78,6 @@ class Call:
             self.done(error)
         else:
             call_from_any_thread(loop, self._run, loop, ticket)
-
-    def inflate_aside(
-        self, loop: Loop, reader: Executor, inflater: compression.Inflater, go_on: Callable[[], object]
-    ) -> None:
-        """Inflate the request's body on a thread of ``reader``, then call ``go_on``. An error is the answer."""
-        reader.submit(self._inflate_aside, loop, inflater, go_on)
-
-    def _inflate_aside(self, loop: Loop, inflater: compression.Inflater, go_on: Callable[[], object]) -> None:
-        try:
-            while self.state is WAITING:  # else its client left
-                if inflater.step():
-                    call_from_any_thread(loop, go_on)
-                    return
-        except BaseException as error:  # others' requests are here
-            self.done(error)
 
     def _run(self, loop: Loop, ticket: Cancellable | None) -> None:
         """A method has the request."""
@@ -127,9 +112,10 @@ class Call:
 
     def abandon(self) -> None:
         """Discard the answer that the pipe is going to give: another process answers the client."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.ticket = self.timer = None
+        for pending in (self.inflating, self.timer):
+            if pending is not None:
+                pending.cancel()
+        self.inflating = self.ticket = self.timer = None
         if self.state is not ANSWERED:
             self.state = DROPPED
 

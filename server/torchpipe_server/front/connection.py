@@ -7,13 +7,12 @@ import logging
 import socket
 from contextlib import suppress
 from enum import Enum, auto
-from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
 from torchpipe_py import Overloaded
 from torchpipe_py.serving import OK, SMALL_BYTES, HttpRequest, Method, StreamSource, compression, counted
-from torchpipe_server.front.call import WAITING, Call
+from torchpipe_server.front.call import Call
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
@@ -249,32 +248,40 @@ class Connection(asyncio.BufferedProtocol):
             self._start(call, method, args)
             return
         args.arrived = perf_counter()
-        go_on = partial(self._start_inflated, call, method, args, inflater)
         if is_inflated:
-            go_on()
+            self._start_inflated(call, method, args, inflater.take())
         else:
-            self._hold(inflater.held_bytes)
-            call.inflate_aside(owner.loop, owner.reader, inflater, go_on)
+            call.inflating = owner.loop.create_task(self._inflate(call, method, args, inflater))
 
-    def _start_inflated(self, call: Call, method: Method, args: HttpRequest, inflater: compression.Inflater) -> None:
+    async def _inflate(self, call: Call, method: Method, args: HttpRequest, inflater: compression.Inflater) -> None:
+        """Inflate a long body, then start the method; cancelled if the client leaves."""
+        try:
+            await self.owner.inflating.finish(inflater, self._hold)
+        except Exception as error:
+            self._refuse_call(call, error)
+        else:
+            self._start_inflated(call, method, args, inflater.take())
+        call.inflating = None
+
+    def _start_inflated(self, call: Call, method: Method, args: HttpRequest, body: bytes) -> None:
         """Start the method of a request whose body is inflated, if there is room for the body."""
-        if self.call is not call or call.state is not WAITING:  # its client left
-            return
-        owner, limit = self.owner, self.owner.options.max_held_bytes
-        args.inflated(inflater.take())
-        self._hold(args.size)
-        owner.bound_memory()
-        if owner.held_bytes > limit:
-            text = f"more than {limit} bytes of unanswered messages"
-            self._refuse_call(call, Overloaded(text, retry_after_ms=1000))
+        args.inflated(body)
+        try:
+            self._hold(args.size)
+        except Overloaded as error:
+            self._refuse_call(call, error)
         else:
             self._start(call, method, args)
 
     def _hold(self, size: int) -> None:
-        """Count ``size`` as the bytes that the request in work keeps in memory."""
+        """Count ``size`` bytes as held by the request in work. Raises ``Overloaded`` if there is no room for them."""
         assert self.call is not None
-        self.owner.held_bytes += size - self.call.size
+        owner, limit = self.owner, self.owner.options.max_held_bytes
+        owner.held_bytes += size - self.call.size
         self.call.size = size
+        owner.bound_memory()
+        if owner.held_bytes > limit:
+            raise Overloaded(f"more than {limit} bytes of unanswered messages", retry_after_ms=1000)
 
     def _start(self, call: Call, method: Method, args: Any) -> None:
         owner = self.owner

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
@@ -80,6 +79,7 @@ class RpcCall:
         self.recipient = Recipient(server, rpc.method, self.future)
         self.call = Call(self.recipient)
         self.refusal: BaseException | None = None  # in place of the message that it waited for
+        self.arrived = perf_counter()  # when its message was complete
         self.answered_at = 0.0  # since when an answer waits for the client
         self.peer: Peer | None = None  # from its admission on
         self.watched = b""  # the message of a watch
@@ -87,7 +87,7 @@ class RpcCall:
 
     async def receive(self, data: Any, context: Any) -> None:
         """Take the message, compressed or not, and start the method that it calls; an error is the answer."""
-        self.call.began = monotonic()
+        self.call.began, self.arrived = monotonic(), perf_counter()
         if data is grpc.aio.EOF:
             self.call.done(InvalidRequest("the call has no message"))
             return
@@ -105,15 +105,16 @@ class RpcCall:
 
     async def _inflate(self, data: bytes) -> bytes:
         """The message, inflated on another thread unless it is short."""
-        server, inflater = self.server, compression.Inflater(data, "gzip", self.server.message)
-        if inflater.step(SMALL_BYTES):
-            inflated = inflater.take()
-        else:
-            self.hold(inflater.held_bytes - self.call.size)
-            # NOTE: each to its end, or many would grow together.
-            inflated = await server.loop.run_in_executor(server.reader, inflater.finish)
+        inflater = compression.Inflater(data, "gzip", self.server.message)
+        if not inflater.step(SMALL_BYTES):
+            await self.server.inflating.finish(inflater, self._hold_inflated)
+        inflated = inflater.take()
         self.hold(len(inflated) - self.call.size)
         return inflated
+
+    def _hold_inflated(self, size: int) -> None:
+        self.hold(size - self.call.size)
+        self.server.check_room()
 
     def start(self, data: bytes, context: Any) -> None:
         """Start the method that the message calls; an error is the answer."""
@@ -123,10 +124,10 @@ class RpcCall:
                 if len(data) > WATCHED_BYTES:
                     raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {WATCHED_BYTES}")
                 self.watched = data
-            if server.held_bytes > server.options.max_held_bytes:
-                raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
+            server.check_room()
             message = parse_message(method.args, data, server.options.max_items, server.text)
-            request = RpcRequest(message, *_metadata_of(context), server.is_ending)
+            fields, deadline_ms = _metadata_of(context, self.arrived)
+            request = RpcRequest(message, fields, deadline_ms, server.is_ending, self.arrived)
             try:
                 call.start(server.loop, method, request, server.counters.is_logging)
             finally:
@@ -155,16 +156,16 @@ class Reading:
 class RpcServer:
     """Serves the methods at ``options.host`` and ``options.grpc_port`` after ``listen``.
 
-    ``drain`` answers accepted calls for at most ``drain_seconds``. Long messages are inflated on ``reader``. Everything
-    but ``answer`` is for the loop's thread.
+    ``drain`` answers accepted calls for at most ``drain_seconds``. Long messages are inflated in ``inflating``.
+    Everything but ``answer`` is for the loop's thread.
     """
 
     def __init__(
         self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters, pacing: RefusalPacing,
-        reader: Executor,
+        inflating: compression.InflateQueue,
     ) -> None:  # fmt: skip
         self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
-        self.reader, self.message = reader, Bound(options.max_message_bytes, "--max-message-bytes")
+        self.inflating, self.message = inflating, Bound(options.max_message_bytes, "--max-message-bytes")
         self.peers = Peers(options.grpc_port)
         self.reading: dict[RpcCall, Reading] = {}  # calls that wait for a message, the longest waiting first
         self._unread_bytes = 0  # that grpc holds, at the last look
@@ -318,6 +319,11 @@ class RpcServer:
         if self._server is not None:
             self._look(monotonic())
             self._watch_memory()
+
+    def check_room(self) -> None:
+        """Raise ``Overloaded`` if the messages of all calls together take more memory than they may."""
+        if self.held_bytes > self.options.max_held_bytes:
+            raise Overloaded(f"more than {self.options.max_held_bytes} bytes of unanswered messages", 1000)
 
     def refuse(self, call: RpcCall, error: BaseException) -> None:
         """Refuse the message that the call waits for; it may still be answered for earlier ones."""
@@ -546,11 +552,11 @@ def keep_log_record(record: logging.LogRecord) -> bool:
     return not record.exc_info or not isinstance(record.exc_info[1], grpc.aio.InternalError)
 
 
-def _metadata_of(context: Any) -> tuple[dict[str, str], float | None]:
-    """Metadata and milliseconds to the deadline of a call; binary metadata is left out."""
-    fields = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+def _metadata_of(context: Any, arrived: float) -> tuple[dict[str, str], float | None]:
+    """Metadata of a call, and milliseconds from ``arrived`` to its deadline; binary metadata is left out."""
     seconds = context.time_remaining()
-    return fields, None if seconds is None else max(1000 * seconds, 0.001)
+    fields = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+    return fields, None if seconds is None else max(1000 * (seconds + perf_counter() - arrived), 0.001)
 
 
 def settings(options: Options) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from torchpipe_py import Overloaded
-from torchpipe_py.serving import counted
+from torchpipe_py.serving import compression, counted
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters
@@ -57,6 +57,7 @@ class Server:
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         # One thread: they would only take turns, and each further one costs the loop a turn.
         self.reader = ThreadPoolExecutor(1, "torchpipe-reader")
+        self.inflating = compression.InflateQueue(self.reader)
         self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that compression takes one core at most
         self._ending_until: float | None = None
         self.is_draining = False

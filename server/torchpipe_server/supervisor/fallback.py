@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import TorchpipeError
-from torchpipe_py.serving import Done, Method, Routes, Rpc, RpcAnswer, json_answer, route
+from torchpipe_py.serving import Done, Method, Routes, Rpc, RpcAnswer, compression, json_answer, route
 from torchpipe_server.front.cors import cross_origin
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Loop
@@ -105,6 +105,7 @@ class RpcFallback:
         self.figures = self._counters.summary
         """The statistics of the requests that it answered."""
         self._reader = ThreadPoolExecutor(1, "torchpipe-reader")  # its thread starts with the first long message
+        self._inflating = compression.InflateQueue(self._reader)
         self._server: RpcServer | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -114,7 +115,7 @@ class RpcFallback:
             from torchpipe_server.front.rpc import RpcServer
 
             pacing = RefusalPacing(STOP_SECONDS)
-            self._server = RpcServer(self._loop, self._rpcs(), self._options, self._counters, pacing, self._reader)
+            self._server = RpcServer(self._loop, self._rpcs(), self._options, self._counters, pacing, self._inflating)
             self._server.listen(lambda: None, lambda problem: logger.error("while no worker listens: %s", problem))
 
     def close(self, done: Callable[[], object] = lambda: None) -> None:

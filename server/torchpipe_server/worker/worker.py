@@ -224,7 +224,7 @@ class Worker:
             from torchpipe_server.front.rpc import RpcServer
 
             server = self._server
-            self._rpc = RpcServer(self._loop, served.rpcs, options, server.counters, server.pacing, server.reader)
+            self._rpc = RpcServer(self._loop, served.rpcs, options, server.counters, server.pacing, server.inflating)
         every(self._loop, END_SECONDS, self._end_if_finished)
         handlers: Handlers = {
             "connection": self._adopt,

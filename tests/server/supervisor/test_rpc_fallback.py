@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.compressed import PIECES
+from kit.contract import Asked, as_rpc
 from kit.services import SteeredProcess, reserved_port
 from kit.waits import WAIT, eventually
 
@@ -45,11 +47,15 @@ def expect_fallback(port: int) -> None:
         assert error.code() is grpc.StatusCode.UNAVAILABLE, name
         trailing = dict(error.trailing_metadata())
         assert (trailing["error-code"], trailing["grpc-retry-pushback-ms"]) == ("unavailable", "500")
-    with channel(port) as on:
-        answers = on.stream_stream(f"{OIP}/ModelStreamInfer")(iter([b""]), timeout=WAIT)
-        with pytest.raises(grpc.RpcError) as raised:
-            next(answers)
-        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    long = as_rpc(Asked(PIECES)).SerializeToString()
+    for data, coding in ((b"", None), (long, None), (long, grpc.Compression.Gzip)):
+        with channel(port) as on:
+            once = on.unary_unary(f"{OIP}/ModelInfer").future(data, timeout=WAIT, compression=coding)
+            answers = on.stream_stream(f"{OIP}/ModelStreamInfer")(iter([data]), timeout=WAIT, compression=coding)
+            for ask_again in (once.result, answers.__next__):
+                with pytest.raises(grpc.RpcError) as raised:
+                    ask_again()
+                assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def is_ready(port: int) -> bool:

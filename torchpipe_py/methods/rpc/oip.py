@@ -165,7 +165,7 @@ class OipRpcs:
     # -- inference ----------------------------------------------------------------------------------------------
 
     def _infer(self, request: RpcRequest, done: Done) -> Cancellable:
-        began = perf_counter()
+        began = request.arrived or perf_counter()
         asked = request.message
         model = self._core.models.find(asked.model_name, asked.model_version)
         request.model = model.key
