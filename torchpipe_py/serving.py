@@ -85,7 +85,7 @@ from torchpipe_py.wire.errors import (
     reason,
     report,
 )
-from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest, joined_fields
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
@@ -168,6 +168,7 @@ __all__ = [
     "folded",
     "import_all",
     "is_long_json",
+    "joined_fields",
     "json_answer",
     "keep_freed_memory",
     "limit_threads",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,11 @@ class Refused(Exception):
 
 
 Ask = Callable[..., dict[str, Any]]
+Headers = Mapping[str, str] | Sequence[tuple[str, str]]
+
+
+def pairs(headers: Headers) -> list[tuple[str, str]]:
+    return list(headers.items()) if isinstance(headers, Mapping) else list(headers)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +53,10 @@ def server() -> Iterator[LocalServer]:
         yield server
 
 
-def post(server: LocalServer, path: str, body: Any, headers: dict[str, str]) -> Any:
+def post(server: LocalServer, path: str, body: Any, headers: Headers) -> Any:
     with HttpClient(server.port) as client:
         text = json.dumps(body).encode()
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        lines = "".join(f"{name}: {value}\r\n" for name, value in pairs(headers))
         client.send(
             f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(text)}\r\n{lines}\r\n".encode()
@@ -63,7 +68,7 @@ def post(server: LocalServer, path: str, body: Any, headers: dict[str, str]) -> 
     return answer
 
 
-def over_infer(server: LocalServer, parameters: dict[str, Any], headers: dict[str, str] = {}) -> Any:  # noqa: B006
+def over_infer(server: LocalServer, parameters: dict[str, Any], headers: Headers = ()) -> Any:
     body = {"inputs": {"data": {"b64": "eA=="}}, "parameters": parameters}
     return json.loads(post(server, "/infer", body, headers)["result"])["parameters"]
 
@@ -72,12 +77,12 @@ def tensor(**more: Any) -> dict[str, Any]:
     return {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x"], **more}
 
 
-def over_oip(server: LocalServer, parameters: dict[str, Any], headers: dict[str, str] = {}) -> Any:  # noqa: B006
+def over_oip(server: LocalServer, parameters: dict[str, Any], headers: Headers = ()) -> Any:
     answer = post(server, "/v2/models/test/infer", {"inputs": [tensor()], "parameters": parameters}, headers)
     return json.loads(answer["outputs"][0]["data"][0])["parameters"]
 
 
-def rpc_of(server: LocalServer, asked: dict[str, Any], headers: dict[str, str] = {}) -> Any:  # noqa: B006
+def rpc_of(server: LocalServer, asked: dict[str, Any], headers: Headers = ()) -> Any:
     import grpc
 
     from torchpipe_py.methods.rpc.messages import message
@@ -90,7 +95,7 @@ def rpc_of(server: LocalServer, asked: dict[str, Any], headers: dict[str, str] =
         )
         try:
             given = message("inference.ModelInferRequest")(model_name="test", **asked)
-            answer = infer(given, timeout=WAIT, metadata=[(name.lower(), text) for name, text in headers.items()])
+            answer = infer(given, timeout=WAIT, metadata=[(name.lower(), text) for name, text in pairs(headers)])
         except grpc.RpcError as error:
             raise Refused(error.details()) from None
     return json.loads(answer.raw_output_contents[0][4:])
@@ -107,7 +112,7 @@ def rpc_input(**more: Any) -> dict[str, Any]:
     return {"name": "data", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [b"x"]}, **more}
 
 
-def over_grpc(server: LocalServer, parameters: dict[str, Any], headers: dict[str, str] = {}) -> Any:  # noqa: B006
+def over_grpc(server: LocalServer, parameters: dict[str, Any], headers: Headers = ()) -> Any:
     return rpc_of(server, {"inputs": [rpc_input()], "parameters": as_rpc(parameters)}, headers)["parameters"]
 
 
@@ -184,6 +189,11 @@ def test_refuses_too_many_headers_to_forward(server: LocalServer, door: Ask) -> 
     for more in ({**fits, "x-user-a": "a"}, {"x-user-a": "a" * HEADER_BYTES}):
         with pytest.raises(Refused, match="headers to forward"):
             door(server, {}, more)
+
+
+@every_door
+def test_values_of_one_header_are_joined(server: LocalServer, door: Ask) -> None:
+    assert door(server, {}, [("x-tenant", "a"), ("x-tenant", "b")]) == {"x-tenant": "a, b"}
 
 
 def test_raw_bodies_have_headers_too(server: LocalServer) -> None:

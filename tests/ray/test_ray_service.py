@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from kit.backends import Gate
 from kit.compressed import PIECES, inflating_held_back
+from kit.contract import HAS_GRPC, Asked, as_rpc
 from kit.inside import pipes_of
 from kit.kept_spans import KeptSpans
 from kit.waits import WAIT
@@ -30,6 +31,7 @@ from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.service import PipeReplica, UnhealthyError
 from torchpipe_py.runtime.record import spans, statistics
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.parameters import MOST_HEADERS
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"backend": "Identity"}
@@ -319,6 +321,40 @@ def test_no_further_piece_is_inflated_for_a_request_that_is_cancelled() -> None:
 
     with inflating_held_back() as (begun, may_go_on):
         assert served(use, **LARGE_LIMITS) == 200
+
+
+class Told:
+    """The result is the parameters of the request, as JSON."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for data in items:
+            data["result"] = json.dumps(data.get("parameters"))
+
+
+def test_forwards_headers_and_metadata(register: Any) -> None:
+    config = {"backend": f"Python[{register(Told)}]"}
+    fields = {"x_user_id": "7", "x_other": "no"}
+
+    async def over_http(replica: PipeReplica) -> Any:
+        return json.loads((await ask(replica, INFER, b"x", **fields)).body)["result"]
+
+    assert json.loads(served(over_http, config, forward_headers="x-user-*")) == {"x-user-id": "7"}
+    assert json.loads(served(over_http, config)) is None
+    if HAS_GRPC:
+
+        async def over_grpc(replica: PipeReplica) -> Any:
+            path = "/inference.GRPCInferenceService/ModelInfer"
+            asked = as_rpc(Asked(b"x"), "demo").SerializeToString()
+            return await replica.rpc(path, asked, {"x-user-id": "7", "x-other": "no"})
+
+        answer = served(over_grpc, config, forward_headers="x-user-*")
+        assert b'{"x-user-id": "7"}' in answer.data, answer
+
+
+def test_refuses_too_many_headers_to_forward(restored: Any) -> None:
+    fields = {f"x_user_{number}": "a" for number in range(MOST_HEADERS + 1)}
+    answer = served(lambda replica: ask(replica, INFER, b"x", **fields), forward_headers="x-user-*")
+    assert (answer.status, json.loads(answer.body)["code"]) == (413, "too_large")
 
 
 def test_reports_a_batch_that_does_not_end_and_a_dead_instance(gate: tuple[Gate, dict[str, Any]]) -> None:

@@ -46,6 +46,7 @@ class Arguments:
     max_text_bytes: int = _argument(MEBIBYTE, "bytes of all text in a body of JSON, without base64 and numbers", 64)
     max_reply_bytes: int = _argument(64 * MEBIBYTE, "bytes of an answer", 4096)
     max_batch: int = _argument(256, "items of a request", 1)
+    forward_headers: str = _argument("", "headers that backends get as parameters; as of torchpipe-serve")
     overrides: Overrides = field(default_factory=dict)
 
 

@@ -19,7 +19,7 @@ from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.resources import Resources, plan_replica, resources_of
 from torchpipe_py.ray.service import PipeReplica
-from torchpipe_py.serving import HttpRequest, Tables, import_all
+from torchpipe_py.serving import HttpRequest, Tables, import_all, joined_fields
 
 RETRY_AFTER_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
@@ -44,7 +44,8 @@ class PipeDeployment(PipeReplica):
             return await self.infer(given, deadline_ms)
         prefix = given.scope.get("root_path", "").rstrip("/")
         request = HttpRequest(given.method, given.scope["raw_path"].decode("latin-1").removeprefix(prefix))
-        request.query, request.fields = given.scope["query_string"].decode("latin-1"), given.headers
+        request.query = given.scope["query_string"].decode("latin-1")
+        request.fields = joined_fields(given.headers.items())
         answer = await self.answer(request, given.stream())
         return Response(answer.body, answer.status, answer.headers, answer.kind)
 
@@ -73,7 +74,7 @@ def _rpc(path: str) -> Any:
     """The method that Serve calls for a gRPC message."""
 
     async def answer(self: PipeDeployment, message: bytes, grpc_context: Any) -> Message:
-        answer = await self.rpc(path, message, dict(grpc_context.invocation_metadata()))
+        answer = await self.rpc(path, message, joined_fields(grpc_context.invocation_metadata()))
         if answer.code is not None:
             from grpc import StatusCode
 

@@ -155,7 +155,10 @@ class PipeReplica:
     def _serve(self, config: str, tables: Tables) -> ServedPipe:
         run, given = pipe(plan_replica(tables)), self._arguments
         run.limit_delays(None if given.queue_target_ms < 0 else given.queue_target_ms / 1000)
-        usual = Inference(run, Path(config).stem, given.deadline_ms, given.max_batch, self._text, self._reply)
+        usual = Inference(
+            run, Path(config).stem, given.deadline_ms, given.max_batch, self._text, self._reply,
+            forward_headers=given.forward_headers,
+        )  # fmt: skip
         return ServedPipe(run, usual)
 
     async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from time import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SMALL_BYTES = 2**16
 """Bytes of a body that are read, inflated or compressed on any thread; more takes milliseconds, and is done aside."""
@@ -17,6 +17,15 @@ UNROUTED = "http"
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _WITHOUT_BODY = frozenset({204, 304})
+
+
+def joined_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Header fields or metadata by name; values of equal names are joined, binary ones are left out."""
+    fields: dict[str, str] = {}
+    for name, value in pairs:
+        if isinstance(value, str):
+            fields[name] = f"{fields[name]}, {value}" if name in fields else value
+    return fields
 
 
 class HttpAnswer(NamedTuple):

@@ -23,6 +23,7 @@ from torchpipe_py.serving import (
     WireAnswer,
     compression,
     counted,
+    joined_fields,
     parse_message,
 )
 from torchpipe_server.front.call import Call
@@ -555,7 +556,7 @@ def keep_log_record(record: logging.LogRecord) -> bool:
 def _metadata_of(context: Any, arrived: float) -> tuple[dict[str, str], float | None]:
     """Metadata of a call, and milliseconds from ``arrived`` to its deadline; binary metadata is left out."""
     seconds = context.time_remaining()
-    fields = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+    fields = joined_fields(context.invocation_metadata())
     return fields, None if seconds is None else max(1000 * (seconds + perf_counter() - arrived), 0.001)
 
 
