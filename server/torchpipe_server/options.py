@@ -71,6 +71,9 @@ class Options:
     max_connections_per_address: int = _option(
         0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
     )
+    max_calls_per_connection: int = _option(
+        64, "calls of one gRPC connection in work, and requests of its streams; its client holds further ones back", 1
+    )
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, and of each string in it", 64)
     max_text_bytes: int = _option(
         MEBIBYTE, "bytes of all text in one message; over HTTP that of JSON, but not of base64 and numbers", 64

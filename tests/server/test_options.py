@@ -40,6 +40,7 @@ WRONG = {
     "--engines": ["-1", "65", "two"],
     "--max-connections": ["0", "-5"],
     "--max-connections-per-address": ["-1", "x"],
+    "--max-calls-per-connection": ["0", "x"],
     "--max-message-bytes": ["63", "16M"],
     "--max-text-bytes": ["63", "1M"],
     "--max-reply-bytes": ["4095"],

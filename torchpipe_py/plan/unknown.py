@@ -8,7 +8,8 @@ from torchpipe_py.errors import nearest
 
 SERVICE_FLAGS = (
     *("host", "port", "http-host", "http-port", "grpc-port", "workers", "devices", "engines", "handler", "import"),
-    *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
+    *("max-connections", "max-connections-per-address", "max-calls-per-connection", "max-message-bytes"),
+    *("max-text-bytes", "max-reply-bytes"),
     *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
     *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "exit-on-error", "no-page"),
     *("allowed-hosts", "cors-origin", "forward-headers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -28,9 +29,11 @@ class Peer:
 
     ``partial_bytes`` estimates what grpc holds of messages that were not read, as they are not whole or wait for their
     turn; ``partial_since`` is when that became notable, 0 if it is not. ``paced_until`` belongs to `RefusalPacing`.
+    ``room`` is for requests of its streams.
     """
 
     address: tuple[str, int]
+    room: asyncio.Semaphore
     paced_until: float = 0.0
     partial_bytes: int = 0
     partial_since: float = 0.0
@@ -68,10 +71,10 @@ class Seen:
 
 
 class Peers:
-    """The clients that have called ``port``; for the loop's thread."""
+    """The clients that have called ``port``; for the loop's thread. ``most`` bounds the streams' requests of each."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, most: int) -> None:
+        self._port, self._most = port, most
         self.connections = 0  # at the last look
         self._by_name: dict[str, Peer] = {}
         self._sockets: dict[int, tuple[int, int, tuple[str, int] | None]] = {}  # by descriptor: inode, family, address
@@ -80,7 +83,7 @@ class Peers:
         """The client of this name, in grpc's notation."""
         peer = self._by_name.get(name)
         if peer is None:
-            peer = self._by_name[name] = Peer(_address_of(name))
+            peer = self._by_name[name] = Peer(_address_of(name), asyncio.Semaphore(self._most))
         return peer
 
     def look(self, calls: Iterable[Peer], message_bytes: int, now: float) -> list[Seen]:

@@ -145,6 +145,7 @@ class RpcCall:
         """Release what it holds: its answer was sent, or its client has left, and the request is cancelled."""
         self.hold(-self.call.size)
         self.call.cancel()
+        self.future.cancel()
 
 
 class Reading:
@@ -167,7 +168,7 @@ class RpcServer:
     ) -> None:  # fmt: skip
         self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
         self.inflating, self.message = inflating, Bound(options.max_message_bytes, "--max-message-bytes")
-        self.peers = Peers(options.grpc_port)
+        self.peers = Peers(options.grpc_port, options.max_calls_per_connection)
         self.reading: dict[RpcCall, Reading] = {}  # calls that wait for a message, the longest waiting first
         self._unread_bytes = 0  # that grpc holds, at the last look
         self._is_looking = False  # before the next tick
@@ -518,8 +519,16 @@ class _RequestStream:
             if refusal is not None:
                 call.call.done(refusal)
                 break
+            await self._enter(call)
             await call.receive(reading.result(), self._context)
         return ""
+
+    async def _enter(self, call: RpcCall) -> None:
+        """Wait until all streams of the client together have few enough requests in work."""
+        assert call.peer is not None
+        room = call.peer.room
+        await room.acquire()
+        call.future.add_done_callback(lambda _: room.release())
 
     async def _write(self) -> None:
         place, is_first = self._place, True
@@ -571,7 +580,8 @@ def settings(options: Options) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # answers are bounded before
-        ("grpc.max_concurrent_streams", max(1, most // 2)),
+        # NOTE: grpc has one queue for all that happens, so that a client waits for all calls that others have in work.
+        ("grpc.max_concurrent_streams", max(1, min(options.max_calls_per_connection, most // 2))),
         # NOTE: it would count calls that were answered and not yet freed, and reset others of the same client.
         ("grpc.http.overload_protection", 0),
         # NOTE: beyond as many that Python has not taken yet, grpc resets calls at random, without a word.

@@ -131,6 +131,48 @@ def test_calls_at_once_are_answered_or_refused_with_a_time(channels: int, calls:
             assert set(outcomes) <= {"ok", "RESOURCE_EXHAUSTED, to be sent again"}, outcomes
 
 
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_a_connection_has_few_requests_in_work_and_loses_none(path: str) -> None:
+    blocked = as_rpc(Asked(b"block")).SerializeToString()
+    with steered(grpc_port=0, max_calls_per_connection=2) as server, ExitStack() as stack:
+        on, other = (stack.enter_context(channel(server.grpc_port)) for _ in range(2))
+        if path == INFER:
+            answers = [on.unary_unary(path).future(blocked, timeout=WAIT) for _ in range(5)]
+        else:
+            streams = [on.stream_stream(path)(iter([blocked] * 3), timeout=WAIT) for _ in range(2)]
+        eventually(lambda: server.run.stats()["inflight"] == 2)
+        assert call(other, HEALTH[0], b"") == b"\x08\x01"
+        assert server.run.stats()["inflight"] == 2
+        Steered.opened.set()
+        if path == INFER:
+            assert all(each.result(WAIT) for each in answers)
+        else:
+            assert [len(list(each)) for each in streams] == [3, 3]
+        eventually(lambda: server.rpc.held_bytes == 0)
+
+
+def test_answers_that_are_not_read_hold_no_other_stream_back() -> None:
+    """A client that opens several streams may read one after the other."""
+    large = as_rpc(Asked(b"large")).SerializeToString()
+    with steered(grpc_port=0, max_calls_per_connection=2) as server, channel(server.grpc_port) as on:
+        unread = on.stream_stream(STREAM)(iter([large] * 8), timeout=WAIT)
+        eventually(lambda: len(Steered.seen) == 8)
+        assert len(list(on.stream_stream(STREAM)(iter([GOOD] * 3), timeout=WAIT))) == 3
+        assert len(list(unread)) == 8
+
+
+def test_left_streams_leave_their_room() -> None:
+    blocked = as_rpc(Asked(b"block")).SerializeToString()
+    with steered(grpc_port=0, max_calls_per_connection=2) as server, channel(server.grpc_port) as on:
+        left = on.stream_stream(STREAM)(iter([blocked] * 8), timeout=WAIT)
+        eventually(lambda: server.run.stats()["inflight"] == 2)
+        left.cancel()
+        eventually(lambda: server.rpc.calls == 0)
+        Steered.opened.set()
+        assert len(list(on.stream_stream(STREAM)(iter([GOOD] * 3), timeout=WAIT))) == 3
+        eventually(lambda: server.rpc.held_bytes == 0)
+
+
 def outcome_of(failed: Any) -> str:
     name = failed.code().name
     is_repeatable = any(key == "grpc-retry-pushback-ms" for key, _ in failed.trailing_metadata() or ())
