@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.clients import HttpClient
-from kit.contract import HAS_GRPC
+from kit import http2
+from kit.clients import HttpClient, connect
+from kit.contract import HAS_GRPC, Asked
+from kit.contract import as_rpc as as_rpc_message
 from kit.services import LocalServer
 from kit.waits import WAIT
 
@@ -194,6 +196,24 @@ def test_refuses_too_many_headers_to_forward(server: LocalServer, door: Ask) -> 
 @every_door
 def test_values_of_one_header_are_joined(server: LocalServer, door: Ask) -> None:
     assert door(server, {}, [("x-tenant", "a"), ("x-tenant", "b")]) == {"x-tenant": "a, b"}
+
+
+@pytest.mark.skipif(not HAS_GRPC, reason="no grpc")
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\0b", b"\x1b[31m", b"\x7f"])
+def test_refuses_metadata_with_control_characters(server: LocalServer, value: bytes) -> None:
+    """Clients do not send it, but what they have in hand may."""
+    asked = as_rpc_message(Asked(b"x")).SerializeToString()
+    with connect(server.grpc_port) as sock:
+        path = "/inference.GRPCInferenceService/ModelInfer"
+        answer = http2.ask(sock, path, asked, "", False, {"x-user-id": value})
+    assert b"header 'x-user-id': its value has a control character" in answer.trailers
+
+
+@every_door
+@given(value=st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=300))
+def test_headers_of_any_text_are_the_same_through_every_door(server: LocalServer, door: Ask, value: str) -> None:
+    text = value.strip()
+    assert door(server, {}, {"x-user-id": text}) == {"x-user-id": text}
 
 
 def test_raw_bodies_have_headers_too(server: LocalServer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -21,12 +21,15 @@ def opening(settings: bytes = b"") -> bytes:
     return PREFACE + frame(SETTINGS, 0, 0, settings)
 
 
-def head(path: str, stream: int, coding: str = "") -> bytes:
+def head(path: str, stream: int, coding: str = "", metadata: Mapping[str, bytes] = {}) -> bytes:
     """The begin of a call."""
     fields = f":method POST :scheme http :path {path} :authority a content-type application/grpc te trailers".split()
     if coding:
         fields += ["grpc-encoding", coding, "grpc-accept-encoding", "identity,gzip"]
-    texts = [bytes([len(text)]) + text.encode() for text in fields]
+    values = [text.encode() for text in fields]
+    for name, value in metadata.items():
+        values += [name.encode(), value]
+    texts = [bytes([len(value)]) + value for value in values]
     block = b"".join(b"\0" + key + value for key, value in zip(texts[::2], texts[1::2], strict=True))
     return frame(HEADERS, END_HEADERS, stream, block)
 
@@ -45,11 +48,13 @@ class Reply(NamedTuple):
     trailers: bytes
 
 
-def ask(sock: Any, path: str, data: bytes, coding: str, is_compressed: bool = True) -> Reply:
+def ask(
+    sock: Any, path: str, data: bytes, coding: str, is_compressed: bool = True, metadata: Mapping[str, bytes] = {}
+) -> Reply:  # fmt: skip
     """The answer to a call with one message, on a new connection."""
     window = 2**30
     update = frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", window))
-    sock.sendall(opening(struct.pack(">HI", INITIAL_WINDOW, window)) + update + head(path, 1, coding))
+    sock.sendall(opening(struct.pack(">HI", INITIAL_WINDOW, window)) + update + head(path, 1, coding, metadata))
     sock.sendall(message(1, data, is_compressed=is_compressed) + frame(DATA, END_STREAM, 1))
     received = b""
     for kind, flags, content in _frames(sock):

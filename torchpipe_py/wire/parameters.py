@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ MOST_PARAMETER_VALUES = 2**12
 """Limit of the values in one request's parameters, each member of an object and element of a list counted."""
 MOST_HEADERS, HEADER_BYTES = 32, 4096
 """Limits of the headers of one request that are forwarded: their number, and the bytes of names and values."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REFUSED = {"sequence_": "a pipe keeps no state between requests", "shared_memory_": NO_SHARED_MEMORY}
 _REFUSED_NAMES = ("sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_byte_size")
 
@@ -97,7 +99,7 @@ class ForwardedHeaders:
         """The parameters with the matching headers of ``fields``, whose names are in lower case.
 
         ``InvalidRequest`` for a parameter whose name is that of a forwarded header, or a client could forge one that a
-        proxy sets. ``RequestTooLargeError`` for too many of them.
+        proxy sets, and for a header with control characters. ``RequestTooLargeError`` for too many of them.
         """
         if not self._patterns:
             return parameters
@@ -105,6 +107,9 @@ class ForwardedHeaders:
             if self._matches(name.lower()):
                 raise InvalidRequest(f"parameter {name[:40]!r}: it is a header here (--forward-headers)")
         found = {name: value for name, value in fields.items() if self._matches(name)}
+        for name, value in found.items():
+            if _CONTROL.search(value) is not None:  # HTTP does not take them, gRPC does
+                raise InvalidRequest(f"header {name[:40]!r}: its value has a control character")
         size = sum(len(name) + len(value) for name, value in found.items())
         if len(found) > MOST_HEADERS or size > HEADER_BYTES:
             limits = f"{MOST_HEADERS} and {HEADER_BYTES}"
