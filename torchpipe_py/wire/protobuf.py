@@ -11,19 +11,19 @@ from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 _VARINT, _BYTES = 0, 2  # wire types: a number, and a text, bytes or a message after its size
 _SIZES = {1: 8, 5: 4}  # bytes by wire type, of types with a fixed size
 _MOST_VARINT = 10
-_TEXTS = 9, 12  # the types of fields that are a text or bytes
+_TEXT, _RAW = 9, 12  # the types of fields that are a text or bytes
 
 
 def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
-    """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included, or
-    with more numbers in all of them together than half of ``text``.
+    """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included, with
+    more text in all of them together than ``text``, or with more numbers than half of that.
 
-    Each becomes an object, of many times its bytes. ``InvalidRequest`` if it is not a message. ``descriptor``: that of
-    the message's class.
+    Each number becomes an object, of many times its bytes. ``InvalidRequest`` if it is not a message. ``descriptor``:
+    that of the message's class.
     """
     left, todo = most, [(descriptor, 0, len(data))]
     most_numbers = text.bytes // 2
-    numbers_left = _MOST_VARINT * most_numbers  # their bytes
+    numbers_left, text_left = _MOST_VARINT * most_numbers, text.bytes  # bytes
     while todo:
         descriptor, at, end = todo.pop()
         while at < end:
@@ -42,7 +42,14 @@ def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
                 field = descriptor.fields_by_number.get(number)
                 if field is not None and field.message_type is not None:
                     todo.append((field.message_type, at, min(at + value, end)))
-                elif field is not None and field.type not in _TEXTS:
+                elif field is not None and field.type == _TEXT:
+                    text_left -= value
+                    if text_left < 0:
+                        size = text.bytes - text_left
+                        raise RequestTooLargeError(
+                            f"{size} bytes of text in {field.name}; the limit is {text.bytes} ({text.name})"
+                        )
+                elif field is not None and field.type != _RAW:
                     numbers_left -= value
                     if numbers_left < 0:
                         size = _MOST_VARINT * most_numbers - numbers_left

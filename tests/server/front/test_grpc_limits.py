@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -119,6 +120,18 @@ def test_numbers_are_bounded_in_all_their_pieces_together() -> None:
     with serving("Identity", grpc_port=0, max_text_bytes=2**12) as server, channel(server.grpc_port) as on:
         failed = on.unary_unary(INFER).future(data + tensor, timeout=WAIT)
         assert "27000 bytes of numbers in shape; the limit is 2048 numbers" in failed.exception(WAIT).details()
+
+
+@pytest.mark.parametrize("names", [["model_name"], ["model_name", "id"], ["id", "model_version"]])
+def test_text_is_bounded_in_all_fields_together(names: list[str]) -> None:
+    limit = 2**12
+    with serving("Identity", grpc_port=0, max_text_bytes=limit) as server, channel(server.grpc_port) as on:
+        asked = as_rpc(Asked(bytes(limit)))
+        assert call(on, data=asked.SerializeToString()), "bytes are not text"
+        for name in names:
+            setattr(asked, name, "x" * (limit // len(names)))
+        failed = on.unary_unary(INFER).future(asked.SerializeToString(), timeout=WAIT).exception(WAIT)
+        assert re.search(r"bytes of text in \w+; the limit is 4096 \(--max-text-bytes\)", failed.details())
 
 
 @pytest.mark.parametrize(("channels", "calls"), [(1, 1500), (4, 500)])
