@@ -89,7 +89,8 @@ class HttpMaker(ThriftMaker):
         method = b"POST" if is_usual else rng.choice((b"POST", b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"get"))
         version = rng.choice((b"HTTP/1.1",) * 12 + (b"HTTP/1.0", b"HTTP/1.2", b"HTTP/0.9"))
         fields = [b"Host: a", *([b"Content-Type: " + kind] if kind else []), *more, *rng.sample(_FIELDS, self.few())]
-        targets = _OIP_TARGETS if more else _TARGETS
+        is_oip = any(field.startswith(b"Inference-Header") for field in more)
+        targets = _OIP_TARGETS if is_oip else _TARGETS
         target = targets[0] if is_usual else rng.choice(targets)
         framing = rng.randrange(12)
         if framing < 5:

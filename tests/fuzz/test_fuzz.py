@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from fuzz import wire as fuzzer
 from kit.clients import Client, connect
 from kit.services import serving
-from kit.waits import PROGRAM_WAIT, eventually, run
+from kit.waits import PROGRAM_WAIT, WAIT, eventually, run
 
 SEEDS = sorted((Path(fuzzer.__file__).parent / "seeds" / "wire").iterdir())
 
 
-@pytest.mark.parametrize(("protocol", "mutants"), [("thrift", 1000), ("http", 1000)])
-def test_mutants(protocol: str, mutants: int) -> None:
+@pytest.mark.parametrize("protocol", fuzzer.MAKERS)
+def test_mutants(protocol: str) -> None:
+    mutants = 1000
     tally = fuzzer.fuzz(7, mutants, PROGRAM_WAIT, protocol)
     assert tally.findings == []
     assert tally.mutants == mutants
@@ -45,7 +47,7 @@ def test_a_defect_is_found(monkeypatch: pytest.MonkeyPatch, protocol: str) -> No
     assert any("a defect" in problem for problem, _ in fuzzer.fuzz(7, 200, PROGRAM_WAIT, protocol).findings)
 
 
-@pytest.mark.parametrize("protocol", fuzzer.MAKERS)
+@pytest.mark.parametrize("protocol", sorted(fuzzer.MAKERS.keys() - {"grpc"}))
 def test_mutants_to_a_real_service_harm_nobody(protocol: str) -> None:
     maker = fuzzer.MAKERS[protocol](random.Random(5))
     with serving("Identity") as server, Client(server.port) as other:
@@ -56,6 +58,23 @@ def test_mutants_to_a_real_service_harm_nobody(protocol: str) -> None:
                 other.ping()
         other.ping()
         eventually(lambda: server.server.connections == 1)
+    assert server.error is None
+
+
+@pytest.mark.skipif("grpc" not in fuzzer.MAKERS, reason="grpcio is not installed")
+def test_mutants_to_a_real_grpc_port_harm_nobody() -> None:
+    import grpc
+
+    maker = fuzzer.MAKERS["grpc"](random.Random(5))
+    with serving("Identity", grpc_port=0) as server, grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        for path in ("ModelInfer", "ModelStreamInfer"):
+            ask = channel.stream_stream(f"/inference.GRPCInferenceService/{path}")
+            for _ in range(100):
+                with suppress(grpc.RpcError):
+                    list(ask(iter([maker.mutant(maker.message(), maker.message())]), timeout=WAIT))
+        live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+        assert live(b"", timeout=WAIT) == b"\x08\x01"
+        eventually(lambda: server.rpc.held_bytes == 0)
     assert server.error is None
 
 

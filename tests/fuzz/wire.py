@@ -1,7 +1,8 @@
 """Mutated messages through the readers and the handlers; ``python tests/fuzz/wire.py --seconds 60 --protocol http``.
 
-A message is made as a tree of fields (of every method of the IDL), or as a head and a body (JSON, forms, chunks), with
-wrong types and sizes among them, then changed byte by byte. Of each mutant is checked: it raises what is declared and
+A message is made as a tree of fields (of every method of the IDL), as a head and a body (JSON, forms, chunks; with
+``compressed`` in gzip or deflate), or as a message of gRPC, compressed or not, with wrong types and sizes among them,
+then changed byte by byte. Of each mutant is checked: it raises what is declared and
 nothing else; each call is answered once; an error is short; it takes less than 50 ms; cut in pieces, the stream gives
 the same messages; a request over HTTP has the body that a plain reading of RFC 9112 gives. Of each process: its memory
 does not grow.
@@ -15,14 +16,18 @@ import logging
 import random
 import sys
 import time
+import zlib
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from fuzz.compressed_maker import CompressedMaker, GrpcMaker, plain_inflated
 from fuzz.http_maker import HttpMaker, plain_reading, what_is_wrong
 from fuzz.thrift_maker import ThriftMaker
 from kit.services import FakePipe
@@ -34,7 +39,9 @@ from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import Signature
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.errors import DecodeError, UnknownNode
+from torchpipe_py.errors import DecodeError, InvalidRequest, UnknownNode
+from torchpipe_py.serving import Bound, RequestTooLargeError, RpcRequest, WireAnswer, parse_message
+from torchpipe_py.wire.compression import MAGIC, MOST_RATIO, RATIO_FREE_BYTES, Inflater
 from torchpipe_py.wire.http import HttpRequest
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -43,7 +50,11 @@ BODY_BYTES, JSON_BYTES = 2**15, 2**14
 MOST_SECONDS = 0.05
 MOST_GROWTH = 8 * 2**20
 POOL = 400
-MAKERS = {"thrift": ThriftMaker, "http": HttpMaker}
+MAKERS: dict[str, type[ThriftMaker]] = {"thrift": ThriftMaker, "http": HttpMaker, "compressed": CompressedMaker}
+if find_spec("grpc"):
+    MAKERS["grpc"] = GrpcMaker
+INFLATED = Bound(BODY_BYTES, "--max-message-bytes")
+STATUSES = "UNAVAILABLE", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNIMPLEMENTED"
 
 
 _NODE = {"instances": 1, "max": 1, "alive": 1, "batches": 0, "queue_ms": 0, "batch_wait_ms": 0, "compute_ms": 0}
@@ -52,6 +63,7 @@ _NODE = {"instances": 1, "max": 1, "alive": 1, "batches": 0, "queue_ms": 0, "bat
 class EchoPipe(FakePipe):
     """Answers at once: what it got, an error, or nothing."""
 
+    models = (SimpleNamespace(root="node", name="node", version="1", node_name="node"),)
     is_refusing = True  # so that requests are judged before their inputs are read, too
 
     def stats(self) -> dict[str, Any]:
@@ -135,8 +147,14 @@ class Judge:
         self.calls += 1
         service: Any = self.services.http if isinstance(message, HttpRequest) else self.services.thrift
         results: list[Any] = []
+        body = message.body if isinstance(message, HttpRequest) else b""
         try:
             method, args = service.decode(message)
+            inflater = service.inflater(message)
+            if inflater is not None:
+                problem = self.inflate(inflater, body, args)
+                if problem:
+                    return problem
             method.start(args, results.append)
         except Exception as error:
             results.append(error)
@@ -152,6 +170,72 @@ class Judge:
         if outcome != "ok" and message.name != "infer_many" and len(reply) > 2600:
             return f"{message.name}: an error of {len(reply)} bytes"
         return ""
+
+    def inflate(self, inflater: Any, body: bytes, request: HttpRequest) -> str:
+        """Put the inflated body into the request; raises what the inflater raises."""
+        coding = "gzip" if "gzip" in request.fields["content-encoding"].lower() else "deflate"
+        inflated, error = inflate(inflater, random.Random(len(body)))
+        plain = plain_inflated(body, coding, BODY_BYTES, MOST_RATIO, RATIO_FREE_BYTES)
+        if inflated != plain:
+            return f"{coding} of {len(body)} bytes inflates to {_size(inflated)}, plainly to {_size(plain)}"
+        if error is not None:
+            raise error
+        request.inflated(inflated or b"")
+        return ""
+
+
+class GrpcJudge(Judge):
+    """The same for a message of gRPC, which is one request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        run: Any = EchoPipe()
+        options = Options("pipe.toml", deadline_ms=1000.0, max_text_bytes=JSON_BYTES, grpc_port=0)
+        rpcs = [rpc for rpc in usual_service(options, run).rpcs if not rpc.is_watch]
+        self.rpcs = [rpc for rpc in rpcs if rpc.path.endswith("Infer")] * len(rpcs) + rpcs
+
+    def wrong(self, data: bytes, rng: random.Random) -> str:
+        began = time.process_time()
+        self.calls += 1
+        rpc, results = self.rpcs[zlib.crc32(data) % len(self.rpcs)], list[Any]()
+        plain: bytes | None = data
+        try:
+            if data.startswith(MAGIC):
+                inflated, error = inflate(Inflater(data, "gzip", INFLATED), rng)
+                plain = plain_inflated(data, "gzip", BODY_BYTES, MOST_RATIO, RATIO_FREE_BYTES)
+                if inflated != plain:
+                    return f"{len(data)} bytes inflate to {_size(inflated)}, plainly to {_size(plain)}"
+                if error is not None:
+                    raise error
+                data = inflated or b""
+            message = parse_message(rpc.method.args, data, LIMITS.max_items, Bound(JSON_BYTES, "--max-text-bytes"))
+            rpc.method.start(RpcRequest(message, {}), results.append)
+        except Exception as error:
+            results.append(error)
+        self.seconds = time.process_time() - began
+        if len(results) != 1:
+            return f"{rpc.path} has {len(results)} answers"
+        answer = WireAnswer.of(rpc.method, results[0], Bound(2**20, "--max-reply-bytes"))
+        if answer.outcome == "internal":
+            return f"{rpc.path}: a defect, {results[0]!r}"[:300]
+        if answer.code is not None and answer.code not in STATUSES:
+            return f"{rpc.path}: status {answer.code}"
+        return f"{rpc.path}: an error of {len(answer.text)} bytes" if len(answer.text) > 2600 else ""
+
+
+def inflate(inflater: Any, rng: random.Random) -> tuple[bytes | None, Exception | None]:
+    """What it inflates to, in steps of one size, or the error."""
+    step = rng.choice((1000, 2**16, 2**20))
+    try:
+        while not inflater.step(step):
+            pass
+    except (InvalidRequest, RequestTooLargeError) as error:
+        return None, error
+    return inflater.take(), None
+
+
+def _size(inflated: bytes | None) -> str:
+    return "nothing" if inflated is None else f"{len(inflated)} bytes"
 
 
 def content(message: Any) -> tuple[Any, ...]:
@@ -171,7 +255,7 @@ def kept_bytes(pool: list[bytes]) -> int:
 def fuzz(seed: int, mutants: int, seconds: float, protocol: str = "thrift") -> Tally:
     """Until so many mutants or so many seconds are through."""
     logging.disable(logging.CRITICAL)
-    rng, judge, tally = random.Random(seed), Judge(), Tally()
+    rng, judge, tally = random.Random(seed), GrpcJudge() if protocol == "grpc" else Judge(), Tally()
     maker = MAKERS[protocol](rng)
     pool = [maker.message() for _ in range(POOL)]
     until, kept_first = time.monotonic() + seconds, 0
