@@ -41,6 +41,9 @@ def plain(value: Any) -> Any:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_reader, "LONG", 12)
     monkeypatch.setattr(json_reader, "PIECE", 7)
+    monkeypatch.setattr(json_reader, "_FIRST_PIECE", 24)
+    monkeypatch.setattr(json_reader, "_LONGEST_PIECE", 24)
+    monkeypatch.setattr(json_values, "_PART", 16)
 
 
 @settings(max_examples=300, deadline=None)
@@ -74,6 +77,50 @@ def test_malformed_list_of_numbers_is_refused_with_its_place(text: str) -> None:
     with pytest.raises(json.JSONDecodeError) as raised:
         plain(read_json(text))
     assert abs(raised.value.pos - expected.value.pos) <= 1
+
+
+ESCAPES = st.sampled_from(
+    ["a", "\\\\", '\\"', "\\n", "\\u00e4", "\\ud83d\\ude00", "\\ud83d", "\\ude00", "\\u12", "ü", "\n", '"']
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(ESCAPES, max_size=60))
+def test_reads_escapes_across_pieces_as_python_does(parts: list[str]) -> None:
+    text = json.dumps(" " * 12)[:-1] + "".join(parts) + '"'
+    try:
+        expected = json.loads(text)
+    except json.JSONDecodeError:
+        with pytest.raises(json.JSONDecodeError):
+            read_json(text)
+    else:
+        assert read_json(text) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("rows", [[1], 300 * [1], 40 * [[1, 1, 1]], [20 * [1] for _ in range(30)]])
+def test_gives_other_threads_a_turn_between_bounded_parts(monkeypatch: pytest.MonkeyPatch, dtype, rows) -> None:
+    part, sizes, pauses = json_values._part, [], []
+    monkeypatch.setattr(
+        json_values, "_part", lambda where, kind, numbers: sizes.append(len(numbers)) or part(where, kind, numbers)
+    )
+    monkeypatch.setattr(json_reader.Turns, "pause", lambda self: pauses.append(1))
+    array = array_from("", dtype, read_json(json.dumps(rows)))
+    assert array.tolist() == [1] * array.size
+    assert max(sizes) <= json_values._PART
+    assert len(pauses) >= len(sizes) - 1
+
+
+def test_thread_that_reads_for_long_sleeps_in_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+    monkeypatch.setattr(json_reader, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(json_reader, "sleep", slept.append)
+    turns = json_reader.Turns()
+    turns.pause()
+    now[0] = 2 * json_reader.TURN_SECONDS
+    turns.pause()
+    turns.pause()
+    assert slept == [json_reader.REST_SECONDS]
 
 
 def test_list_of_blanks_is_empty() -> None:

@@ -1,7 +1,7 @@
 """A reader of large JSON that lets other threads run.
 
-Python's reader keeps the GIL until a body is read: 0.1 s for 12 MB. This one reads small pieces of long lists of
-numbers, and only when their type is known, so that they take no object for each number.
+Python's reader keeps the GIL until a body is read: 0.1 s for 12 MB. This one reads long texts and long lists of numbers
+in small pieces, the numbers only when their type is known, so that they take no object each.
 """
 
 from __future__ import annotations
@@ -10,29 +10,52 @@ import json
 import re
 from collections.abc import Iterator
 from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
+from time import perf_counter, sleep
 from typing import Any
 
 from torchpipe_py.wire.errors import RequestTooLargeError
 
-LONG = 2**10
+LONG = 2**7
 """Characters of a list, without texts or lists in it, that is kept as ``Numbers``."""
-PIECE = 2**15
+PIECE = 2**14
 """Characters of it that are read without a pause."""
 WORD = 2**13
 """Characters of a single number, twice what Python converts to an integer."""
 MOST_SINGLE_VALUES = 2**18
 """Limit of one body's values that are not in ``Numbers``, members' names included: each becomes an object."""
+TURN_SECONDS, REST_SECONDS = 0.001, 0.0001
+"""How long a reader keeps other threads waiting, and how long it sleeps then."""
+_FIRST_PIECE, _LONGEST_PIECE = 2**8, 2**14  # characters of a text with escapes: most are short, so pieces grow
+_ESCAPES = 12  # characters of the longest escape: a pair of surrogates
+_PAIR = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _WORD = re.compile(r"[^][{}\",: \t\n\r]*")
 
 
+class Turns:
+    """Has a thread that computes for long let others run."""
+
+    def __init__(self) -> None:
+        self._since = perf_counter()
+
+    def pause(self) -> None:
+        """Sleep for a moment if the last time was a while ago.
+
+        NOTE: to release the GIL is not enough. NumPy does so for a few microseconds, in which no other thread wakes up,
+        and each time the others' wait, after which Python interrupts this thread, begins anew.
+        """
+        if perf_counter() > self._since + TURN_SECONDS:
+            sleep(REST_SECONDS)
+            self._since = perf_counter()
+
+
 class Numbers:
-    """A long list of numbers or booleans, as text. What is wrong in it is found when it is read."""
+    """A long list of numbers or booleans, as a part of a text. What is wrong in it is found when it is read."""
 
-    __slots__ = ("_at", "_text")
+    __slots__ = ("_at", "_end", "_text")
 
-    def __init__(self, text: str, at: int) -> None:
-        self._text, self._at = text, at
+    def __init__(self, text: str, at: int, end: int) -> None:
+        self._text, self._at, self._end = text, at, end
 
     def __repr__(self) -> str:
         return f"a list of {self.most} values"
@@ -40,27 +63,38 @@ class Numbers:
     @property
     def most(self) -> int:
         """The number of elements; of malformed JSON an upper bound."""
-        return self._text.count(",") + 1
+        text, end = self._text, self._end
+        return 1 + sum(text.count(",", start, min(start + PIECE, end)) for start in range(self._at, end, PIECE))
 
     def pieces(self) -> Iterator[list[Any]]:
         """Its elements, a few thousand at a time. Raises ``JSONDecodeError`` (a ``ValueError``)."""
         import msgspec
 
-        text, start, end = self._text, 0, 0
-        while end >= 0:
-            end = text.find(",", start + PIECE)
-            piece = f"[{text[start:end] if end >= 0 else text[start:]}]"
+        text, start, comma, turns = self._text, self._at, self._at, Turns()
+        while comma >= 0:
+            comma = text.find(",", start + PIECE, self._end)
+            end = comma if comma >= 0 else self._end
+            if end - start > PIECE + WORD:
+                self._check_last(start, end)
+            piece = f"[{text[start:end]}]"
             try:
                 elements = msgspec.json.decode(piece)
             except msgspec.DecodeError:  # NOTE: it refuses NaN, which Python's reader takes
                 try:
                     elements = json.loads(piece)
                 except JSONDecodeError as error:
-                    raise JSONDecodeError(error.msg, "", self._at + start + error.pos - 1) from None
-            if not elements and (start or end >= 0):
-                raise JSONDecodeError("Expecting value", "", self._at + start)
+                    raise JSONDecodeError(error.msg, "", start + error.pos - 1) from None
+            if not elements and (start > self._at or comma >= 0):
+                raise JSONDecodeError("Expecting value", "", start)
             yield elements
+            turns.pause()
             start = end + 1
+
+    def _check_last(self, start: int, end: int) -> None:
+        """Raise ``JSONDecodeError`` if the last element of these is so long that to read it takes long."""
+        last = max(start, self._text.rfind(",", start, end) + 1)
+        if len(self._text[last:end].strip()) > WORD:
+            raise JSONDecodeError(f"A number of more than {WORD} characters", "", last)
 
     def to_list(self) -> list[Any]:
         """All elements. Raises ``JSONDecodeError``."""
@@ -94,12 +128,30 @@ class _Reader:
             return self._list(at + 1)
         self._count()
         if start == '"':
-            return scanstring(text, at + 1)  # type: ignore[no-any-return]
+            return self._string(at + 1)
         end = _WORD.match(text, at, at + WORD).end()  # type: ignore[union-attr]
         try:
             return json.loads(text[at:end]), end
         except JSONDecodeError as error:
             raise JSONDecodeError(error.msg, "", at + error.pos) from None
+
+    def _string(self, at: int) -> tuple[str, int]:
+        text, size, parts = self._text, _FIRST_PIECE, []
+        quote = text.find('"', at, at + _LONGEST_PIECE)
+        if quote == at or (quote > at and text[quote - 1] != "\\"):  # then it ends there
+            return scanstring(text, at)  # type: ignore[no-any-return]
+        while at + size < len(text):
+            end = _whole_escapes(text, at, at + size)
+            try:
+                part, read = scanstring(text[at:end] + '"', 0)
+            except JSONDecodeError as error:
+                raise JSONDecodeError(error.msg, "", at + error.pos) from None
+            parts.append(part)
+            if read <= end - at:  # its own end, not the quote behind the piece
+                return "".join(parts), at + read
+            at, size = end, min(2 * size, _LONGEST_PIECE)
+        part, at = scanstring(text, at)
+        return "".join([*parts, part]), at
 
     def _object(self, at: int) -> tuple[dict[str, Any], int]:
         text = self._text
@@ -111,7 +163,7 @@ class _Reader:
             if text[at : at + 1] != '"':
                 raise JSONDecodeError("Expecting property name enclosed in double quotes", "", at)
             self._count()
-            name, at = scanstring(text, at + 1)
+            name, at = self._string(at + 1)
             at = _space(text, at)
             if text[at : at + 1] != ":":
                 raise JSONDecodeError("Expecting ':' delimiter", "", at)
@@ -129,7 +181,7 @@ class _Reader:
         end = self._flat_end(at)
         if end is not None:
             if end - at > LONG:
-                return Numbers(text[at:end], at), end + 1
+                return Numbers(text, at, end), end + 1
             try:
                 return json.loads(text[at - 1 : end + 1]), end + 1
             except JSONDecodeError as error:
@@ -170,3 +222,20 @@ class _Reader:
 def _space(text: str, at: int) -> int:
     """Where the blanks that begin at ``at`` end."""
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _whole_escapes(text: str, at: int, end: int) -> int:
+    """The last place up to ``end`` that no escape or pair of surrogates crosses, in a text that goes on at ``at``."""
+    slash = text.find("\\", max(at, end - _ESCAPES), end)
+    if slash < 0:
+        return end
+    slash -= _backslashes(text, at, slash) % 2  # of two, the second one begins no escape
+    pair = slash - _ESCAPES // 2
+    is_pair = pair > at and _PAIR.match(text, pair) is not None and not _backslashes(text, at, pair) % 2
+    return pair if is_pair else slash
+
+
+def _backslashes(text: str, at: int, end: int) -> int:
+    """The number of backslashes right before ``end``."""
+    before = text[at:end]
+    return len(before) - len(before.rstrip("\\"))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.wire.answers import utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES
-from torchpipe_py.wire.json_reader import Numbers, read_json
+from torchpipe_py.wire.json_reader import Numbers, Turns, read_json
 from torchpipe_py.wire.values import (
     BFLOAT16,
     MOST_DIMENSIONS,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 NUMBER_BYTES = 2
 """The fewest bytes of a number in a list of JSON: a digit and a comma."""
 _BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
+_PART = 2**13  # elements of nested lists that become an array without a pause
 _DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """The types of each of NumPy's kinds as Python reads them. Other JSON of the same values becomes these first."""
@@ -186,7 +187,8 @@ def from_base64(where: str, text: Any, problem: str = "b64 is not base64") -> by
                 raise InvalidRequest(f"{where}a data URI that is not base64: 'data:{uri[1][:40]}'")
             text = text[uri.end() :]
         if "\n" in text:
-            text = text.replace("\r", "").replace("\n", "")
+            pieces = (text[start : start + _BASE64_PIECE] for start in range(0, len(text), _BASE64_PIECE))
+            text = "".join([piece.replace("\r", "").replace("\n", "") for piece in pieces])
     try:
         if len(text) <= _BASE64_PIECE:
             return base64.b64decode(text, validate=True)
@@ -234,16 +236,29 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
         raise InvalidRequest(f"{where}the data is not a list")
     wanted = np.dtype(dtype)
     rows = _rows(where, data)
-    if all(isinstance(row, list) for row in rows):
+    if all(isinstance(row, list) for row in rows) and sum(map(len, rows)) <= _PART:
         sizes = set(map(len, rows))
-        parts = [_part(where, wanted, list(chain.from_iterable(rows)) if len(rows) > 1 else rows[0])]
+        array = _part(where, wanted, list(chain.from_iterable(rows)) if len(rows) > 1 else rows[0])
     else:
-        arrays = [[_part(where, wanted, piece) for piece in _pieces(where, row)] for row in rows]
-        sizes = {sum(map(len, row)) for row in arrays}
-        parts = list(chain.from_iterable(arrays))
+        sizes, parts, turns = set(), [], Turns()
+        elements = chain.from_iterable(_sized_pieces(where, rows, sizes))
+        while numbers := list(islice(elements, _PART)):
+            parts.append(_part(where, wanted, numbers))
+            turns.pause()
+        array = np.concatenate(parts or [np.empty(0, wanted)])
     if len(sizes) > 1:
         raise InvalidRequest(f"{where}the data has lists of several lengths")
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return array
+
+
+def _sized_pieces(where: str, rows: list[Any], sizes: set[int]) -> Iterator[list[Any]]:
+    """The elements of the rows, a part at a time. The number of each row's goes to ``sizes``."""
+    for row in rows:
+        size = 0
+        for piece in _pieces(where, row):
+            size += len(piece)
+            yield piece
+        sizes.add(size)
 
 
 def _rows(where: str, data: list[Any] | Numbers) -> list[Any]:
