@@ -66,7 +66,7 @@ def no_thread_left() -> Iterator[None]:
     yield
     ends = time.monotonic() + 30
     new = set(threading.enumerate()) - before
-    shared = {"torchpipe-reader_0", "torchpipe-writer_0"}
+    shared = {"torchpipe-reader_0", "torchpipe-reader-long_0", "torchpipe-writer_0"}
     left = [thread for thread in new if thread.name.startswith("torchpipe-") and thread.name not in shared]
     for thread in left:
         thread.join(max(0.0, ends - time.monotonic()))

@@ -53,7 +53,7 @@ from torchpipe_py.plan.sharing import engine_part, same_shared, sections, shared
 from torchpipe_py.proc.child import ChildProcess, Joined, describe_ending
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
 from torchpipe_py.registry import import_all
-from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.admission import Deadlines, QueueTarget, limited_ms
 from torchpipe_py.runtime.pipes import Pipes
 from torchpipe_py.runtime.record.pictures import Picture
 from torchpipe_py.runtime.record.statistics import (
@@ -93,7 +93,14 @@ from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 if TYPE_CHECKING:
     from torchpipe_py.methods.inference import Inference
     from torchpipe_py.methods.oip.core import Control, Model, Models, Totals
-    from torchpipe_py.wire.infer import answer_of, is_long_json, priority_in, priority_of, read_request
+    from torchpipe_py.wire.infer import (
+        answer_of,
+        deadline_ms_of,
+        is_long_json,
+        priority_in,
+        priority_of,
+        read_request,
+    )
 
 __all__ = [
     "BOUNDS_MS",
@@ -132,6 +139,7 @@ __all__ = [
     "Picture",
     "Pipeline",
     "Pipes",
+    "QueueTarget",
     "ReplyBudget",
     "ReplyTooLargeError",
     "RequestTooLargeError",
@@ -158,6 +166,7 @@ __all__ = [
     "check_names",
     "compression",
     "counted",
+    "deadline_ms_of",
     "describe",
     "describe_ending",
     "describe_error",
@@ -172,6 +181,7 @@ __all__ = [
     "json_answer",
     "keep_freed_memory",
     "limit_threads",
+    "limited_ms",
     "list_models",
     "live_svg",
     "load_idl",
@@ -222,6 +232,7 @@ _IMPORTED_ON_USE = {
     ),
     "wire.infer": (
         "answer_of",
+        "deadline_ms_of",
         "is_long_json",
         "priority_in",
         "priority_of",

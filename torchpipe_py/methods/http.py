@@ -52,6 +52,7 @@ class HttpHandler:
             request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images,
             self._items, admit,
         )  # fmt: skip
+        request.check_client()
         accepted = accepted_image(request.fields.get("accept", ""))
         if asked.is_batch:
             if accepted is not None:

@@ -222,6 +222,14 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms"
 
 
+def limited_ms(milliseconds: float | None, longest_ms: float) -> float | None:
+    """The deadline of a request that asks for ``milliseconds``, 0 or ``None`` for none; ``None`` without a limit."""
+    limit = milliseconds or longest_ms
+    if longest_ms and not 0 < limit <= longest_ms:
+        limit = longest_ms
+    return limit if limit > 0 else None
+
+
 class Deadlines:
     """Limits the deadlines of requests to a pipe: ``longest_ms`` is both default and maximum; 0 disables it."""
 
@@ -239,10 +247,8 @@ class Deadlines:
         0 means no limit: Thrift clients send it in most languages if none is set. ``arrived``: from when it counts, in
         seconds of ``perf_counter``, if not from now; ``DeadlineExceeded`` if it is over.
         """
-        limit = milliseconds or self._longest_ms
-        if self._longest_ms and not 0 < limit <= self._longest_ms:
-            limit = self._longest_ms
-        seconds = limit / 1000 if limit > 0 else None
+        limit = limited_ms(milliseconds, self._longest_ms)
+        seconds = None if limit is None else limit / 1000
         if seconds is not None and arrived is not None:
             seconds -= perf_counter() - arrived
             if seconds <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -51,7 +52,8 @@ class HttpRequest:
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
     parameters: the parts of the path that its route has in braces. error: why the request was not read to its end.
     is_last: whether the connection ends after its answer. arrived: when it was complete, in seconds of
-    ``perf_counter``, if it waits for a thread that reads it. name: method and path, cut if they are long. label: the
+    ``perf_counter``, if it waits for a thread that reads it. is_left: whether its client left since.
+    name: method and path, cut if they are long. label: the
     route that it takes, as it is counted. model: ``NAME/VERSION`` of the one that it asks, once that is known.
     """
 
@@ -61,6 +63,7 @@ class HttpRequest:
         "error",
         "fields",
         "is_last",
+        "is_left",
         "label",
         "method",
         "model",
@@ -81,6 +84,7 @@ class HttpRequest:
         self.parameters: Mapping[str, str] = {}
         self.body = b""
         self.arrived: float | None = None
+        self.is_left = False
         self.error: Exception | None = None
         self.name = f"{method} {path}"[:NAME_CHARACTERS]
         self.model = ""
@@ -96,6 +100,11 @@ class HttpRequest:
         """Remove and return the body, so that it is not kept until the request is answered."""
         body, self.body = self.body, b""
         return body
+
+    def check_client(self) -> None:
+        """Raise ``CancelledError`` if the client left while the request was read."""
+        if self.is_left:
+            raise CancelledError()
 
     def inflated(self, body: bytes) -> None:
         """Put ``body`` in place of the compressed one."""

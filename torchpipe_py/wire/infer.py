@@ -107,6 +107,16 @@ def is_long_json(request: HttpRequest) -> bool:
     return request.size > SMALL_BYTES and request.kind == "application/json"
 
 
+def deadline_ms_of(request: HttpRequest) -> float | None:
+    """The deadline in the request's query or header, as far as it is known before the body is read."""
+    given = request.fields.get("x-deadline-ms")
+    with suppress(InvalidRequest):  # which ``read_request`` reports
+        if "deadline_ms" in request.query:
+            given = _parameters(request.query).get("deadline_ms", given)
+        return milliseconds(given)
+    return None
+
+
 def _is_stripped(body: bytes) -> bool:
     """Whether the body is binary and lacks the bytes that ``curl -d @file`` removes; every image has some."""
     return not (b"\0" in body or b"\n" in body or b"\r" in body or body.isascii())

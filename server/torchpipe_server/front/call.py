@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor
+from collections.abc import Callable
 from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torchpipe_py import DeadlineExceeded
 from torchpipe_py.serving import Cancellable, HttpRequest, Method
 from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.front.reader import Reader, Reading
 
 
 class CallState(Enum):
@@ -23,6 +24,8 @@ class CallState(Enum):
 
 
 WAITING, RUNNING, ANSWERED, DROPPED = CallState
+
+UNREAD = "not read by its deadline"
 
 
 class Caller(Protocol):
@@ -42,10 +45,13 @@ class Call:
 
     ``done`` is for any thread, the rest for the loop's. ``message`` is what the answer needs of the request. ``size``
     is the number of bytes that it keeps in memory, ``began`` the time by ``monotonic`` when its message was complete.
-    ``inflating`` is there while its body is inflated aside, ``ticket`` and ``timer`` while it runs.
+    ``inflating`` is there while its body is inflated aside, ``reading`` while another thread has to read it, ``ticket``
+    while it runs, and ``timer`` while it has a deadline.
     """
 
-    __slots__ = ("began", "caller", "inflating", "message", "request_id", "size", "state", "ticket", "timer")
+    __slots__ = (
+        "began", "caller", "inflating", "message", "reading", "request_id", "size", "state", "ticket", "timer",
+    )  # fmt: skip
 
     def __init__(self, caller: Caller, message: Any = None, size: int = 0) -> None:
         self.caller, self.message, self.size = caller, message, size
@@ -53,6 +59,7 @@ class Call:
         self.began = monotonic()
         self.request_id = ""
         self.inflating: asyncio.Task[None] | None = None
+        self.reading: Reading | None = None
         self.ticket: Cancellable | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -62,25 +69,50 @@ class Call:
             self.request_id = method.request_id(args)
         self._run(loop, method.start(args, self.done))
 
-    def start_aside(self, loop: Loop, reader: Executor, method: Method, args: HttpRequest, is_logged: bool) -> None:
-        """Start the method on a thread of ``reader``, since its request takes long to read. An error is the answer."""
+    @property
+    def is_queued(self) -> bool:
+        """Whether its message still has to be read, or it waits in the pipe; a momentary answer."""
+        if self.inflating is not None or self.reading is not None:
+            return True
+        return self.ticket is not None and self.ticket.is_queued
+
+    def start_aside(
+        self, loop: Loop, reader: Reader, method: Method, args: HttpRequest, seconds: float | None, is_logged: bool,
+        started: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Start the method on a thread of ``reader``, since its request takes long to read, then call ``started``.
+
+        An error is the answer; so is ``DeadlineExceeded`` if the request still waits after ``seconds``. Raises
+        ``Overloaded`` for one without such a deadline that would wait too long, ``DeadlineExceeded`` for a late one.
+        """
         if is_logged:
             self.request_id = method.request_id(args)
-        args.arrived = args.arrived or perf_counter()
-        reader.submit(self._start_aside, loop, method, args)
+        if seconds is None:
+            reader.check(args.size)
+        elif seconds <= 0:
+            raise DeadlineExceeded(UNREAD)
+        else:
+            self.timer = loop.call_later(seconds, self._expire_unread)
+        self.reading = reader.submit(args.size, self._start_aside, loop, method, args, started)
 
-    def _start_aside(self, loop: Loop, method: Method, args: Any) -> None:
-        if self.state is not WAITING:  # its client left
-            return
+    def _start_aside(self, loop: Loop, method: Method, args: Any, started: Callable[[], object]) -> None:
         try:
             ticket = method.start(args, self.done)
         except BaseException as error:  # others' requests are here
             self.done(error)
         else:
-            call_from_any_thread(loop, self._run, loop, ticket)
+            call_from_any_thread(loop, self._run, loop, ticket, started)
 
-    def _run(self, loop: Loop, ticket: Cancellable | None) -> None:
+    def _expire_unread(self) -> None:
+        self.timer = None
+        # NOTE: of one that is being read, its method finds out that it is late.
+        if self.reading is not None and self.reading.cancel():
+            self.reading = None
+            self.done(DeadlineExceeded(UNREAD))
+
+    def _run(self, loop: Loop, ticket: Cancellable | None, started: Callable[[], object] = lambda: None) -> None:
         """A method has the request."""
+        self.reading = None
         if self.state is not WAITING:  # it was answered, or its client left, while another thread read it
             if self.state is DROPPED and ticket is not None:
                 ticket.cancel()
@@ -88,8 +120,12 @@ class Call:
         self.state = RUNNING
         if ticket is not None:
             self.ticket, deadline = ticket, ticket.deadline
+            if self.timer is not None:  # until which it had to be read
+                self.timer.cancel()
+                self.timer = None
             if deadline is not None:
                 self.timer = loop.call_later(max(0.0, deadline - perf_counter()), self._expire)
+        started()
 
     def done(self, result: Any) -> None:
         """Answer with the result, or with an exception."""
@@ -99,7 +135,7 @@ class Call:
         """Release the ticket and the timer: the client's side has the answer."""
         if self.timer is not None:
             self.timer.cancel()
-        self.ticket = self.timer = None
+        self.reading = self.ticket = self.timer = None
         self.state = ANSWERED
 
     def cancel(self) -> None:
@@ -118,6 +154,10 @@ class Call:
         self.inflating = self.ticket = self.timer = None
         if self.state is not ANSWERED:
             self.state = DROPPED
+        if self.reading is not None:
+            if not self.reading.cancel():
+                self.message.is_left = True  # for the thread that reads it
+            self.reading = None
 
     def _expire(self) -> None:
         ticket, self.timer = self.ticket, None

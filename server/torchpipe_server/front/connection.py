@@ -7,12 +7,13 @@ import logging
 import socket
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
-from torchpipe_py import Overloaded
+from torchpipe_py import DeadlineExceeded, Overloaded
 from torchpipe_py.serving import OK, SMALL_BYTES, HttpRequest, Method, StreamSource, compression, counted
-from torchpipe_server.front.call import Call
+from torchpipe_server.front.call import UNREAD, Call
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
@@ -256,7 +257,9 @@ class Connection(asyncio.BufferedProtocol):
     async def _inflate(self, call: Call, method: Method, args: HttpRequest, inflater: compression.Inflater) -> None:
         """Inflate a long body, then start the method; cancelled if the client leaves."""
         try:
-            await self.owner.inflating.finish(inflater, self._hold)
+            await asyncio.wait_for(self.owner.inflating.finish(inflater, self._hold), self.owner.seconds_left(args))
+        except asyncio.TimeoutError:
+            self._refuse_call(call, DeadlineExceeded(UNREAD))
         except Exception as error:
             self._refuse_call(call, error)
         else:
@@ -287,15 +290,22 @@ class Connection(asyncio.BufferedProtocol):
         owner = self.owner
         try:
             if method.takes_long is not None and method.takes_long(args):
-                call.start_aside(owner.loop, owner.reader, method, args, owner.counters.is_logging)
-            else:
-                call.start(owner.loop, method, args, owner.counters.is_logging)
+                args.arrived = args.arrived or perf_counter()
+                seconds, started = owner.seconds_left(args), partial(self._started, call)
+                call.start_aside(owner.loop, owner.reader, method, args, seconds, owner.counters.is_logging, started)
+                return
+            call.start(owner.loop, method, args, owner.counters.is_logging)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
             self._refuse_call(call, error)
             return
         if method.is_streamed and call.ticket is not None:
             self.stream = Stream(self, call)
             self.stream.open()
+        if self.ended_at:
+            self._drop_unless_started(call)
+
+    def _started(self, call: Call) -> None:
+        """Another thread has read the request and started its method."""
         if self.ended_at:
             self._drop_unless_started(call)
 
@@ -309,7 +319,7 @@ class Connection(asyncio.BufferedProtocol):
         """Drop a request that is still queued in a moment: a client that closes its side has nearly always left."""
 
         def drop() -> None:
-            if self.call is call and call.ticket is not None and call.ticket.is_queued:
+            if self.call is call and call.is_queued:
                 self.drop()
 
         self.owner.loop.call_later(max(0.0, call.began + QUEUE_SECONDS - self.ended_at), drop)

@@ -9,17 +9,18 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from torchpipe_py import Overloaded
-from torchpipe_py.serving import compression, counted
+from torchpipe_py.serving import HttpRequest, QueueTarget, compression, counted, deadline_ms_of, limited_ms
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.pacing import RefusalPacing
+from torchpipe_server.front.reader import Reader
 from torchpipe_server.front.services import Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
@@ -55,9 +56,10 @@ class Server:
         self._rested_at = 0.0  # when other threads last had time between pipelined requests
         self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
-        # One thread: they would only take turns, and each further one costs the loop a turn.
-        self.reader = ThreadPoolExecutor(1, "torchpipe-reader")
-        self.inflating = compression.InflateQueue(self.reader)
+        target = QueueTarget()
+        target.set(None if options.queue_target_ms < 0 else options.queue_target_ms / 1000)
+        self.reader = Reader(target)
+        self.inflating = compression.InflateQueue(self.reader.executor)
         self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that compression takes one core at most
         self._ending_until: float | None = None
         self.is_draining = False
@@ -129,6 +131,11 @@ class Server:
             call.timer = self.loop.call_later(wait, connection.answered, call, data, now + wait)
         else:
             connection.answered(call, data, now)
+
+    def seconds_left(self, request: HttpRequest) -> float | None:
+        """Seconds to the request's deadline, as far as that is known before its body is read."""
+        limit = limited_ms(deadline_ms_of(request), self.options.deadline_ms)
+        return None if limit is None else limit / 1000 - (perf_counter() - (request.arrived or 0.0))
 
     def encode_aside(self, encode: Callable[[Call, Any], None], call: Call, result: Any) -> None:
         """Encode an answer on another thread, since that takes long; for any thread."""
@@ -210,8 +217,8 @@ class Server:
                 connection.abandon()
                 self._connections.discard(connection)
         self._stop_ticks()
-        for executor in (self.reader, self._writer):
-            executor.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
+        self._writer.shutdown(wait=False, cancel_futures=True)
         return not busy
 
     # -- the clock ----------------------------------------------------------------------------------------------

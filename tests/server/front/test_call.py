@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+import weakref
+from concurrent.futures import CancelledError
 from time import perf_counter
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from torchpipe_server.front.call import ANSWERED, DROPPED, RUNNING, WAITING, Call
+from torchpipe_server.front.reader import Reader, Reading
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest
 from torchpipe_py.methods.routes import Cancellable, Method
@@ -101,24 +103,30 @@ def test_deadline_ends_request_and_its_answer_still_counts() -> None:
     assert call.state is ANSWERED
 
 
-class Reader(Executor):
-    """Runs what it is given when a test says so."""
+class SteeredReader(Reader):
+    """Reads what it is given when a test says so."""
 
     def __init__(self) -> None:
-        self.waiting: list[Any] = []
+        self.waiting: list[Reading] = []
 
-    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
-        self.waiting.append(lambda: function(*args, **named))
+    def check(self, size: int) -> None:
+        """It refuses nothing."""
+
+    def submit(self, size: int, read: Any, *args: Any) -> Reading:
+        self.waiting.append(Reading(size, lambda: read(*args)))
+        return self.waiting[-1]
 
     def run(self) -> None:
-        self.waiting.pop()()
+        self.waiting.pop().run()
 
 
-def read_aside(start: Any) -> tuple[Call, Reader, Mock]:
-    call, reader, loop = Call(Mock()), Reader(), Mock()
+def read_aside(start: Any, seconds: float | None = None) -> tuple[Call, SteeredReader, Mock]:
+    request = HttpRequest()
+    request.body = b"{}"
+    call, reader, loop = Call(Mock(), request), SteeredReader(), Mock()
     loop.call_soon_threadsafe = lambda function, *args: loop.later.append(lambda: function(*args))
     loop.later = []
-    call.start_aside(loop, reader, Method(object, start), HttpRequest(), False)
+    call.start_aside(loop, reader, Method(object, start), request, seconds, False, loop.started)
     return call, reader, loop
 
 
@@ -129,6 +137,7 @@ def test_call_waits_until_its_message_is_read() -> None:
     reader.run()
     loop.later.pop()()
     assert (call.state, call.ticket, call.timer) == (RUNNING, ticket, loop.call_later.return_value)
+    loop.started.assert_called_once_with()
 
 
 def test_error_of_a_message_that_is_read_aside_is_its_answer() -> None:
@@ -165,3 +174,68 @@ def test_answer_before_its_ticket_is_known_settles_the_call() -> None:
     call.settle()
     loop.later.pop()()
     assert (call.state, call.ticket, ticket.errors) == (ANSWERED, None, [])
+
+
+def test_message_of_a_client_that_left_is_freed_at_once() -> None:
+    class Watched(HttpRequest):
+        """A request that weak references may refer to."""
+
+    for end in ("cancel", "abandon"):
+        request = Watched()
+        kept = weakref.ref(request)
+        call, reader, loop = Call(Mock()), SteeredReader(), Mock()
+        call.start_aside(loop, reader, Method(object, lambda args, done: None), request, None, False, Mock())
+        del request
+        assert kept() is not None
+        getattr(call, end)()
+        assert kept() is None, end
+        reader.run()
+
+
+def test_deadline_of_a_message_that_waits_is_its_answer() -> None:
+    started: list[Any] = []
+    call, reader, loop = read_aside(lambda args, done: started.append(args), 60)
+    seconds, expire = loop.call_later.call_args[0]
+    assert 0 < seconds <= 60
+    expire()
+    (_, error), _ = call.caller.reply.call_args  # type: ignore[attr-defined]
+    assert isinstance(error, DeadlineExceeded)
+    reader.run()
+    assert (started, call.is_queued) == ([], False)
+
+
+def test_deadline_of_a_message_that_is_being_read_is_left_to_its_method() -> None:
+    expired: list[Any] = []
+
+    def start(args: Any, done: Any) -> None:
+        loop.call_later.call_args[0][1]()
+        expired.append(call.caller.reply.call_args)  # type: ignore[attr-defined]
+
+    call, reader, loop = read_aside(start, 60)
+    reader.run()
+    assert expired == [None]
+
+
+def test_late_message_is_not_read() -> None:
+    with pytest.raises(DeadlineExceeded, match="not read by its deadline"):
+        read_aside(lambda args, done: None, -1)
+
+
+def test_method_learns_that_its_client_left_while_it_read() -> None:
+    def start(args: Any, done: Any) -> None:
+        call.cancel()
+        args.check_client()
+
+    call, reader, _ = read_aside(start)
+    reader.run()
+    (_, error), _ = call.caller.reply.call_args  # type: ignore[attr-defined]
+    assert (call.state, type(error)) == (DROPPED, CancelledError)
+
+
+def test_message_is_queued_until_it_is_read() -> None:
+    call, reader, loop = read_aside(lambda args, done: None)
+    assert call.is_queued
+    reader.run()
+    assert call.is_queued
+    loop.later.pop()()
+    assert not call.is_queued

@@ -93,6 +93,7 @@ class OipHandler:
         request.model = model.key
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
         asked = read_infer(request.take_body(), request.fields, self._limits, model.images, admit)
+        request.check_client()
         return self._core.infer(model, asked, self, began, done)
 
     def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:

@@ -91,6 +91,7 @@ class PageHandler:
         asked = read_request(
             request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images, 1
         )
+        request.check_client()
         given = asked.items[0] if asked.items else None
         if not isinstance(given, dict):
             raise given or InvalidRequest("no image to try")
