@@ -88,7 +88,7 @@ class Lane:
     def __init__(self, wait: float, compute: float) -> None:
         self._times = wait, compute
 
-    def expected(self, now: float, priority: int = 0) -> tuple[float, float]:
+    def expected(self, now: float, priority: int = 0, is_exact: bool = False) -> tuple[float, float]:
         return self._times
 
 
@@ -214,6 +214,26 @@ def test_request_without_deadline_is_refused_at_once_behind_a_long_queue(registe
         run.check_delay(None)
         gate.open()
         assert [outcome(future) for future in futures] == [None] * 20
+
+
+def test_queued_requests_of_clients_that_left_refuse_no_other(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend)}) as run, gate:
+        first = run.dispatch({"data": 0}, lambda data, error: None)
+        gate.wait_entered()
+        left = [run.dispatch({"data": 0}, lambda data, error: None) for _ in range(40)]
+        wait_queued(run, 40)
+        run.limit_delays(None)
+        node_of(run).times.add(1, 0.5, perf_counter())
+        for seconds in (None, 2.0):
+            with pytest.raises(Overloaded):
+                run.check_delay(seconds)
+        for ticket in left:
+            ticket.cancel()
+        for seconds in (None, 2.0):
+            run.check_delay(seconds)
+        assert not first.is_over
+        gate.open()
 
 
 def test_elements_of_a_request_are_not_dropped_by_the_target(register: Register) -> None:

@@ -129,9 +129,12 @@ class QueueTarget:
 
 
 class Queued(Protocol):
-    """The part of a node that estimates, in seconds, how long a new request waits and computes there."""
+    """The part of a node that estimates, in seconds, how long a new request waits and computes there.
 
-    def expected(self, now: float, priority: int = 0) -> tuple[float, float]: ...
+    If ``is_exact``, requests whose clients have left do not count.
+    """
+
+    def expected(self, now: float, priority: int = 0, is_exact: bool = False) -> tuple[float, float]: ...
 
 
 class Path:
@@ -156,14 +159,14 @@ class Path:
             for name, node in nodes.items()
         ]
 
-    def expected(self, now: float, priority: int = 0) -> tuple[float, float]:
-        """Expected wait and compute seconds of a request that enters now, along its slowest branch."""
+    def expected(self, now: float, priority: int = 0, is_exact: bool = False) -> tuple[float, float]:
+        """Expected wait and compute seconds of a request that enters now, along its slowest branch; see ``Queued``."""
         ends: list[tuple[float, float]] = []
         for node, before, inner in self._steps:
             waits, computes = max((ends[place] for place in before), key=sum, default=(0.0, 0.0))
-            parts = [node.expected(now, priority)]
+            parts = [node.expected(now, priority, is_exact)]
             if inner:
-                parts.append(max((path.expected(now, priority) for path in inner), key=sum))
+                parts.append(max((path.expected(now, priority, is_exact) for path in inner), key=sum))
             ends.append((waits + sum(part[0] for part in parts), computes + sum(part[1] for part in parts)))
         return max(ends, key=sum)
 
@@ -201,21 +204,24 @@ class Door:
         for path in self._paths.values() if root is None else [self._paths[root]]:
             waits, computes = path.expected(now, priority)
             # NOTE: a request that need not wait is started even if the means predict that it takes too long.
-            if not waits:
-                continue
-            if seconds is None:
-                target = self._target.seconds(computes)
-                if waits > target:
-                    self._refuse(now, waits, f"a request waits {_ms(waits)} now, and may wait {_ms(target)}")
-            elif waits + computes + DEADLINE_MARGIN > seconds:
-                text = (
-                    f"a request takes {_ms(waits + computes)} now, its deadline is {round(1000 * seconds, 3):.15g} ms"
-                )
-                self._refuse(now, waits, text, now + seconds)
+            if waits and waits > self._most(seconds, computes):
+                # NOTE: requests whose clients have left stay queued until their turn, and delay nobody.
+                waits, computes = path.expected(now, priority, True)
+                if waits and waits > self._most(seconds, computes):
+                    self._refuse(now, waits, computes, seconds)
 
-    def _refuse(self, now: float, waits: float, text: str, deadline: float | None = None) -> NoReturn:
+    def _most(self, seconds: float | None, computes: float) -> float:
+        """The longest wait of a request that computes for so long, with ``seconds`` to its deadline or without one."""
+        return self._target.seconds(computes) if seconds is None else seconds - computes - DEADLINE_MARGIN
+
+    def _refuse(self, now: float, waits: float, computes: float, seconds: float | None) -> NoReturn:
         self._refused_at = now
-        raise Overloaded(text, max(1, math.ceil(1000 * waits)), deadline)
+        retry_after_ms = max(1, math.ceil(1000 * waits))
+        if seconds is None:
+            text = f"a request waits {_ms(waits)} now, and may wait {_ms(self._target.seconds(computes))}"
+            raise Overloaded(text, retry_after_ms)
+        text = f"a request takes {_ms(waits + computes)} now, its deadline is {round(1000 * seconds, 3):.15g} ms"
+        raise Overloaded(text, retry_after_ms, now + seconds)
 
 
 def _ms(seconds: float) -> str:

@@ -98,8 +98,8 @@ class HandOverNode(Node):
     def idle(self) -> int:
         return len(self.instances) - self.busy()
 
-    def expected(self, now: float, priority: int = 0) -> tuple[float, float]:
-        wait, compute = super().expected(now, priority)
+    def expected(self, now: float, priority: int = 0, is_exact: bool = False) -> tuple[float, float]:
+        wait, compute = super().expected(now, priority)  # what is under way leaves at once with its client
         return self._backends[0].expected_wait() or wait, compute
 
     def remaining(self, now: float) -> list[float]:

@@ -159,9 +159,15 @@ class Node:
         """Whether no request is here, and all instances sleep."""
         return not self.load() and self.idle() == len(self.instances)
 
-    def expected(self, now: float, priority: int = 0) -> tuple[float, float]:
-        """Seconds that a request that arrives now waits for an instance and computes, from recent compute times."""
-        before = self.queued() - (0 if priority else self.queued_low())
+    def expected(self, now: float, priority: int = 0, is_exact: bool = False) -> tuple[float, float]:
+        """Seconds that a request that arrives now waits for an instance and computes, from recent compute times.
+
+        If ``is_exact``, requests whose clients have left do not count, which takes longer to find out.
+        """
+        if is_exact:
+            before = sum(not each.done and priority >= each.priority for each in self._queued_requests())
+        else:
+            before = self.queued() - (0 if priority else self.queued_low())
         if not before and self.busy() < len(self.instances):
             return 0.0, self.times.expected(1, now)
         wait = self.times.wait(before, self.remaining(now), self.max, now)
