@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "aging cores errors files idl keys malloc",
+    "aging cores errors files idl keys malloc results",
     "arguments values filters metrics",
     "encryption",
     "wire backends.params backends.signature",

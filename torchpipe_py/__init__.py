@@ -34,6 +34,7 @@ from torchpipe_py.keys import (
 from torchpipe_py.plan.config import parse_toml
 from torchpipe_py.plan.folder import parse_folder
 from torchpipe_py.registry import Registry, import_code, register_backend, register_filter, register_postprocessor
+from torchpipe_py.results import Detections
 from torchpipe_py.runtime.pipe import Ticket, pipe
 
 __version__ = "1.0.0rc1"
@@ -53,6 +54,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DecodeError",
+    "Detections",
     "EngineUnavailable",
     "InvalidRequest",
     "Isolation",
