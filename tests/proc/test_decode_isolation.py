@@ -243,20 +243,25 @@ def test_answer_of_a_decoder_is_never_unpickled(hostile: pipe, tmp_path: Path) -
         (DONE, (0, 1, 2**32 - 1, 1, 1), b""),
         (DONE, (0, 1, 2**20, 2**20, 512), b""),
         (DONE, (0, 1, 500_000, 1, 1), b""),
+        (DONE, (0, 1, 2, 2, 3, 0, 5, 1.0, 1.0, 0.0, 0.0), b""),
+        (DONE, (0, 1, 2, 2, 3, 2**20 + 1, 5, 1.0, 1.0, 0.0, 0.0), b""),
+        (DONE, (0, 1, 2, 2, 3, 5, 5, float("nan"), 1.0, 0.0, 0.0), b""),
     ],
 )
-def test_refuses_invalid_numbers_in_an_answer(kind: int, numbers: tuple[int, ...], text: bytes) -> None:
+def test_refuses_invalid_numbers_in_an_answer(kind: int, numbers: tuple[Any, ...], text: bytes) -> None:
     room = raw.room_for(1000)
     fd = create_memory(room)
     link = Link(fd, room, [fd])
     for answered, kind_of_it, content in ((numbers, kind, text), ((0, 1, 1000, 1, 1), DONE, b"")):
-        head = struct.pack("<BB" + "I" * (len(answered) - 2), *answered)
+        complete = (*answered, *[0] * 6) if len(answered) == 5 else answered
+        head = struct.pack("<BB" + "I" * min(len(complete) - 2, 5) + "d" * (len(complete) - 7), *complete)
         link.answer(0, 1, Packed(head, content, (), 0), kind_of_it, 0.0)
         if answered is numbers:
             with pytest.raises(GarbledError):
                 raw.read(link, 0, link.reply(0))
-    mat, color = raw.read(link, 0, link.reply(0))
-    assert (mat.shape, color) == ((1000, 1, 1), "bgr")
+    image = raw.read(link, 0, link.reply(0))
+    assert isinstance(image, raw.Image)
+    assert (image.mat.shape, image.keys) == ((1000, 1, 1), {"color": "bgr"})
 
 
 def test_shared_memory_cannot_be_truncated() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from torchpipe_py.errors import ConfigError, Problems, logger, nearest, quoted
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ORIGINAL_COLOR_KEY, TASK_ORIGINAL_KEY
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import ELSEWHERE
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
@@ -509,4 +510,6 @@ def _pairs(text: str, whole: str) -> tuple[tuple[str, str], ...]:
         if len(names) != 2 or not all(names):
             raise ValueError(f"expected key:newkey, found {quoted(part.strip())} in {quoted(whole)}")
         pairs.append((to_key(names[0]), to_key(names[1])))
+    if (TASK_ORIGINAL_KEY, TASK_DATA_KEY) in pairs and all(new != TASK_COLOR_KEY for _, new in pairs):
+        pairs.append((TASK_ORIGINAL_COLOR_KEY, TASK_COLOR_KEY))  # the order of its channels
     return tuple(pairs)

@@ -73,7 +73,10 @@ def _groups(plan: BackendPlan) -> Iterator[tuple[int, int]]:
 
 
 def _follows(plan: BackendPlan, index: int) -> bool:
-    return plan.children[index].cls.isolation is Isolation.FOLLOWS and plan.filters[index] is None
+    part = plan.children[index]
+    if part.cls.isolation is not Isolation.FOLLOWS or plan.filters[index] is not None:
+        return False
+    return not part.params.get("keep_original", False)  # the image before it would stay in the other process
 
 
 def _refuse(plan: BackendPlan, binder: Binder) -> None:

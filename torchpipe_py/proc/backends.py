@@ -13,11 +13,12 @@ from uuid import uuid4
 
 from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend, tensor_key
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
+from torchpipe_py.backends.image import original
 from torchpipe_py.backends.image.mat import encoded_bytes
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, ConfigError, WorkerDied, log_failure
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.metrics import Metrics, current
 from torchpipe_py.proc import raw
 from torchpipe_py.proc.codec import loaded_torch, pack_sent, take_outcome
@@ -224,9 +225,9 @@ class Isolated(ItemBackend):
                 item[TASK_ERROR_KEY] = error
                 return
         if not isinstance(answer, raw.Refusal):
-            item[TASK_RESULT_KEY], color = answer
-            if color is not None:
-                item[TASK_COLOR_KEY] = color
+            original.begin(item, *answer.mat.shape[:2])
+            item[TASK_RESULT_KEY] = answer.mat
+            item.update(answer.keys)
         elif answer.raised:
             raise BackendError(f"{answer.name}: {answer.message}")
         elif (problem := answer.error()) is not None:

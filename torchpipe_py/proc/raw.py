@@ -5,6 +5,7 @@ An attacker's code may run in the decoder, so its answers are never unpickled.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,7 +16,13 @@ from torchpipe_py import errors
 from torchpipe_py.backends.image.mat import EIGHT_BITS, as_mat
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import (
+    TASK_COLOR_KEY,
+    TASK_ERROR_KEY,
+    TASK_IMAGE_SIZE_KEY,
+    TASK_RESULT_KEY,
+    TASK_TO_ORIGINAL_KEY,
+)
 from torchpipe_py.proc.codec import Packed, padded
 from torchpipe_py.proc.link import DONE, FAILURE_BYTES, GarbledError, Header, Link, Room
 
@@ -24,14 +31,22 @@ FILTERED = "filtered"
 
 _MAX_TEXT = 1024
 _SIZE = struct.Struct("<Q")
-_ANSWER = struct.Struct("<BBIII")  # kind, color, height, width, channels
+_ANSWER = struct.Struct("<BBIII II4d")  # kind, color, height, width, channels; of the original: size, way to it
 _IMAGE, _NO_RESULT, _RAISED = range(3)
 _COLORS = (None, "bgr", "rgb", "gray")
+_UNKNOWN = (0, 0, 0.0, 0.0, 0.0, 0.0)  # no size of the original; no way to it: the image is the original
 _MAX_SIDE, _MAX_CHANNELS = 2**20, 512
 _KEPT = 16 * 2**20
 _NO_RESULTS: Mapping[str, type[NoResult]] = {
     name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, NoResult)
 }
+
+
+class Image(NamedTuple):
+    """A decoded Mat, and the values of its ``keys`` in the dict."""
+
+    mat: np.ndarray
+    keys: dict[str, Any]
 
 
 class Refusal(NamedTuple):
@@ -79,7 +94,8 @@ def pack_answer(item: Mapping[str, Any], capacity: int) -> Packed:
         size = shown_dims(mat.shape)
         return pack_error(DecodeError(f"{size} pixels are more than max_memory has room for"), raised=False)
     color = item.get(TASK_COLOR_KEY)
-    return _packed(_IMAGE, _COLORS.index(color) if color in _COLORS else 0, mat)
+    geometry = *item.get(TASK_IMAGE_SIZE_KEY, _UNKNOWN[:2]), *(item.get(TASK_TO_ORIGINAL_KEY) or _UNKNOWN[2:])
+    return _packed(_IMAGE, _COLORS.index(color) if color in _COLORS else 0, mat, geometry=geometry)
 
 
 def pack_error(error: object, raised: bool) -> Packed:
@@ -89,19 +105,25 @@ def pack_error(error: object, raised: bool) -> Packed:
     return _packed(_RAISED if raised else _NO_RESULT, text=text.encode("utf-8", "replace")[:_MAX_TEXT])
 
 
-def _packed(kind: int, color: int = 0, mat: np.ndarray | None = None, text: bytes = b"") -> Packed:
+def _packed(
+    kind: int,
+    color: int = 0,
+    mat: np.ndarray | None = None,
+    text: bytes = b"",
+    geometry: tuple[float, ...] = _UNKNOWN,
+) -> Packed:
     shape = (0, 0, 0) if mat is None else mat.shape
     parts = [] if mat is None else [np.ascontiguousarray(mat)]
-    return Packed(_ANSWER.pack(kind, color, *shape), text, parts, len(parts))
+    return Packed(_ANSWER.pack(kind, color, *shape, *geometry), text, parts, len(parts))
 
 
-def read(link: Link, slot: int, header: Header) -> tuple[np.ndarray, str | None] | Refusal:
-    """A copy of an answer's Mat, and its color; or the refusal. ``GarbledError`` if the answer is not valid."""
+def read(link: Link, slot: int, header: Header) -> Image | Refusal:
+    """A copy of an answer's image, or the refusal. ``GarbledError`` if the answer is not valid."""
     size = header.head + header.pickled
     if header.kind != DONE or header.head != _ANSWER.size or header.pickled > _MAX_TEXT:
         raise GarbledError(f"an answer of kind {header.kind}, {size} bytes")
     packed = link.content(slot, header.start, size).tobytes()
-    kind, color, height, width, channels = _ANSWER.unpack_from(packed)
+    kind, color, height, width, channels, *geometry = _ANSWER.unpack_from(packed)
     if kind in (_NO_RESULT, _RAISED):
         name, _, message = packed[_ANSWER.size :].decode("utf-8", "replace").partition("\n")
         return Refusal(name, message, kind == _RAISED)
@@ -110,4 +132,15 @@ def read(link: Link, slot: int, header: Header) -> tuple[np.ndarray, str | None]
     if not (0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE and 0 < channels <= _MAX_CHANNELS):
         raise GarbledError(f"an image of {height}x{width}x{channels}")
     content = link.content(slot, header.start + padded(size), height * width * channels)
-    return content.reshape(height, width, channels).copy(), _COLORS[color]
+    keys = {TASK_COLOR_KEY: _COLORS[color], **_original(*geometry)}
+    mat = content.reshape(height, width, channels).copy()
+    return Image(mat, {key: value for key, value in keys.items() if value is not None})
+
+
+def _original(height: int, width: int, *way: float) -> dict[str, Any]:
+    """The keys of the original image; ``GarbledError`` if their values cannot be right."""
+    if (height, width, *way) == _UNKNOWN:
+        return {}
+    if not (0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE and all(map(math.isfinite, way))):
+        raise GarbledError(f"an original of {height}x{width}, {way}")
+    return {TASK_IMAGE_SIZE_KEY: (height, width), TASK_TO_ORIGINAL_KEY: way if any(way) else None}

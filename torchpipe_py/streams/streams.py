@@ -14,7 +14,14 @@ from typing import Any
 
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import ConfigError, NoResult, PipeClosed, describe
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import (
+    TASK_COLOR_KEY,
+    TASK_DATA_KEY,
+    TASK_ERROR_KEY,
+    TASK_IMAGE_SIZE_KEY,
+    TASK_NODE_NAME_KEY,
+    TASK_RESULT_KEY,
+)
 from torchpipe_py.plan.config import Place
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams.config import ALL, StreamOptions, read_stream, read_streams
@@ -273,7 +280,13 @@ class Streams:
                 frame.image = waiting.picture.to_image()
             finally:
                 stream.is_converting = False  # NOTE: before `dispatch`: waiters on it are not woken again
-            frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: waiting.picture.color, STREAM_KEY: frame.stream}
+            shape = frame.image.shape  # of a Mat, or of a Tensor 1xCxHxW
+            frame.data = {
+                TASK_DATA_KEY: frame.image,
+                TASK_COLOR_KEY: waiting.picture.color,
+                TASK_IMAGE_SIZE_KEY: tuple(shape[:2] if len(shape) == 3 else shape[2:]),
+                STREAM_KEY: frame.stream,
+            }
             if stream.options.node_name:
                 frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
             self._run.dispatch(frame.data, on_done)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
-from torchpipe_py.backends.image import formats
+from torchpipe_py.backends.image import formats, original
 from torchpipe_py.backends.image.formats import Bytes, ImageHeader
 from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
 from torchpipe_py.backends.image.jpeg import JpegHeader
@@ -205,11 +205,9 @@ class DecodeMat(ItemBackend):
     def forward_item(self, item: Data) -> None:
         data = item[TASK_DATA_KEY]
         try:
-            if isinstance(data, np.ndarray) and data.ndim == 3:
-                item[TASK_RESULT_KEY] = self._recolor(item)
-            else:
-                item[TASK_RESULT_KEY] = self._decode(data)
+            mat = self._recolor(item) if isinstance(data, np.ndarray) and data.ndim == 3 else self._decode(data)
         except DecodeError as error:
             item[TASK_ERROR_KEY] = error
         else:
-            item[TASK_COLOR_KEY] = self.color
+            item[TASK_RESULT_KEY], item[TASK_COLOR_KEY] = mat, self.color
+            original.begin(item, *mat.shape[:2])

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
 from torchpipe_py.backends.cuda import Guard, on_stream
+from torchpipe_py.backends.image import original
 from torchpipe_py.backends.image.decode import HeaderCheck
 from torchpipe_py.backends.image.geometry import max_pixels
 from torchpipe_py.backends.image.jpeg import PROGRESSIVE, JpegHeader, WholeCheck
@@ -246,6 +247,7 @@ class DecodeTensor(ItemBackend):
         is_same = color_of(item, 3, OF_MATS) == self.color
         item[TASK_RESULT_KEY] = tensor.contiguous() if is_same else tensor.flip(1)
         item[TASK_COLOR_KEY] = self.color
+        original.begin(item, *mat.shape[:2])
 
     def _checked(self, images: list[_Jpeg], check: WholeCheck) -> list[_Jpeg]:
         """The images that the engines may decode; the others get their errors."""
@@ -290,6 +292,7 @@ class DecodeTensor(ItemBackend):
             image = oriented(image, header.orientation(data))
             item[TASK_RESULT_KEY] = image if self.color == "rgb" else image.flip(1)
             item[TASK_COLOR_KEY] = self.color
+            original.begin(item, *image.shape[2:])
 
     def close(self) -> None:
         if self._checkers is not None:

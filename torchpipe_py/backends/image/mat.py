@@ -13,7 +13,7 @@ import numpy as np
 
 from torchpipe_py.backends.arrays import is_foreign, to_host_array
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
-from torchpipe_py.backends.image import geometry
+from torchpipe_py.backends.image import geometry, original
 from torchpipe_py.backends.image.geometry import Placement
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT
@@ -279,7 +279,7 @@ class PerspectiveTransformMat(ItemBackend):
     between pixels: 0 is the left side of the first, and the width of the image the right side of the last. The result
     is as wide as the longer of the top and bottom edge and as high as the longer of the left and right one, rounded, at
     least one pixel. Outside the image its border is repeated. By ``cv2.warpPerspective``, for which the
-    interpolation ``area`` is ``bilinear``.
+    interpolation ``area`` is ``bilinear``. Later detections are in pixels of the result.
 
     No ``result``, but an ``InvalidRequest`` as ``error``: a box that is missing, is not 4×2 finite numbers, has an edge
     longer than 2**20 or more than ``max_pixels``, has its corners crosswise, three of them on a line or two equal, or
@@ -310,3 +310,4 @@ class PerspectiveTransformMat(ItemBackend):
         # NOTE: OpenCV's coordinates start in the middle of the first pixel, those of a box at its corner.
         matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))
         item[TASK_RESULT_KEY] = as_mat(self._warp(mat, matrix, (width, height), **self._options))
+        original.begin(item, height, width)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
-from torchpipe_py.backends.image import geometry, resampling
+from torchpipe_py.backends.image import geometry, original, resampling
 from torchpipe_py.backends.image import mat as mats
 from torchpipe_py.backends.image.geometry import Placement
 from torchpipe_py.backends.image.tensor import data_format, on_tensors, place_tensor, tensor_of
@@ -35,7 +35,7 @@ class Operation(NamedTuple):
 
     def declare(self, cls: type[ItemBackend], kind: int) -> None:
         """Give ``cls`` the parameters; ``kind`` is 0 for Mats and 1 for Tensors."""
-        cls.sides, cls.reads = self.sides, (*self.reads, TASK_COLOR_KEY)
+        cls.sides, cls.reads = self.sides, (*self.reads, TASK_COLOR_KEY, *original.KEYS)
         for key, param in self.params.items():
             value = param[kind] if isinstance(param, tuple) else param
             setattr(cls, key, value)
@@ -49,6 +49,7 @@ class Operation(NamedTuple):
             geometry.check_size(
                 placement.canvas or placement.size, channels, value_bytes, getattr(backend, "max_pixels", None)
             )
+        original.follow(item, height, width, placement)
         if placement.inverse_trans is not None:
             item["inverse_trans"] = placement.inverse_trans
         return placement
@@ -75,6 +76,8 @@ def on_mats(
     def forward_item(self: Any, item: Data) -> None:
         mat = mats.as_mat(item[TASK_DATA_KEY], dtypes)
         placement = operation.placement(self, item, mat.shape, mat.itemsize)
+        if getattr(self, "keep_original", False):
+            original.keep(item, mat, mats.color_of(item, mat.shape[2], mats.OF_MATS))
         item[TASK_RESULT_KEY] = mats.place_mat(mat, placement, self._resize, getattr(self, "pad_value", 0))
 
     def decorate(cls: B) -> B:
@@ -101,6 +104,8 @@ def on_images(
         _, channels, height, width = tensor.shape
         value_bytes = FLOAT_BYTES if is_float else tensor.element_size()
         placement = operation.placement(self, item, (height, width, channels), value_bytes)
+        if getattr(self, "keep_original", False):
+            original.keep(item, tensor, mats.color_of(item, channels, mats.OF_TENSORS))
         return place_tensor(tensor, placement, self._resize, getattr(self, "pad_value", 0))
 
     def decorate(cls: B) -> B:
@@ -129,7 +134,10 @@ def _resize_together(self: Any, items: list[Data]) -> None:
     for item in items:
         try:
             tensor = tensor_of(self, item)
-            geometry.check_size(size, tensor.shape[1], FLOAT_BYTES)
+            _, channels, height, width = tensor.shape
+            STRETCH.placement(self, item, (height, width, channels), FLOAT_BYTES)
+            if self.keep_original:
+                original.keep(item, tensor, mats.color_of(item, channels, mats.OF_TENSORS))
         except InvalidRequest as error:
             item[TASK_ERROR_KEY] = error
             continue
@@ -162,13 +170,16 @@ def border(where: str) -> Param:
     return Param(to_int, 0, low=0, high=geometry.MAX_SIDE, doc=f"pixels to add {where}, unless the dict says it")
 
 
+KEEP_ORIGINAL = {
+    "keep_original": Param(to_bool, False, doc="put the image before this step into the dict, as original")
+}
 OPENCV_FLAG = mats.interpolation(), resampling.interpolation()
 SMOOTH = Param(to_str, "bilinear", choices=("bilinear", "bicubic"), doc="as torchvision's InterpolationMode")
 
 
 STRETCH = Operation(
     lambda backend, item, height, width: Placement((backend.resize_h, backend.resize_w)),
-    {"interpolation": OPENCV_FLAG, **output("resize_h", "resize_w")},
+    {"interpolation": OPENCV_FLAG, **output("resize_h", "resize_w"), **KEEP_ORIGINAL},
     ("resize_h", "resize_w"),
 )
 
@@ -188,7 +199,7 @@ class ResizeTensor(ItemBackend):
     """
 
 
-PILLOW_STRETCH = Operation(STRETCH.place, output("resize_h", "resize_w"), STRETCH.sides)
+PILLOW_STRETCH = Operation(STRETCH.place, {**output("resize_h", "resize_w"), **KEEP_ORIGINAL}, STRETCH.sides)
 
 
 @on_mats(PILLOW_STRETCH, mats.pillow_resize, mats.EIGHT_BITS, follows=True)
@@ -207,7 +218,12 @@ class PillowResizeTensor(ItemBackend):
 
 SHORTER = Operation(
     lambda backend, item, height, width: geometry.shorter_side(height, width, backend.size),
-    {"size": geometry.side("the shorter side, pixels"), "interpolation": SMOOTH, "max_pixels": geometry.max_pixels()},
+    {
+        "size": geometry.side("the shorter side, pixels"),
+        "interpolation": SMOOTH,
+        "max_pixels": geometry.max_pixels(),
+        **KEEP_ORIGINAL,
+    },
 )
 
 
@@ -232,7 +248,7 @@ class ResizeShorterTensor(ItemBackend):
 
 FIT = Operation(
     lambda backend, item, height, width: geometry.fit_inside(height, width, backend.max_h, backend.max_w),
-    {"interpolation": OPENCV_FLAG, **output("max_h", "max_w"), "pad_value": pad_value(0)},
+    {"interpolation": OPENCV_FLAG, **output("max_h", "max_w"), "pad_value": pad_value(0), **KEEP_ORIGINAL},
     ("max_h", "max_w"),
 )
 
@@ -290,6 +306,7 @@ NAMED_SIZE = Operation(
         "keep_aspect": Param(to_bool, False, doc="whether to pad instead of stretching"),
         "pad_value": pad_value(0),
         "max_pixels": geometry.max_pixels(),
+        **KEEP_ORIGINAL,
     },
     reads=(geometry.HEIGHT_KEY, geometry.WIDTH_KEY),
 )
