@@ -12,6 +12,7 @@ from conftest import Register
 from torchpipe_py import (
     Backend,
     DecodeError,
+    Detections,
     InvalidRequest,
     NoResult,
     Overloaded,
@@ -83,6 +84,56 @@ def test_the_error_of_an_element_is_that_of_the_request(
     assert "result" not in data
     assert failure(found).status == status
     assert {name: node["failed"] for name, node in figures.items()} == {"all": 0, "each": 0, "last": 0}
+
+
+PARTS: list[Any] = [1, InvalidRequest("no pixel"), 3, "broken", 5]
+BOXES = np.arange(20, dtype=np.float32).reshape(5, 4)
+
+
+def with_errors(register: Register, on_error: str, **keys: Any) -> dict[str, Any]:
+    tables = {"all": {"backend": "MapReduce", "jump": "each", "split": ["data", *keys], "merge": ["result", "k"]}}
+    tables["all"] |= {"on_error": on_error}
+    tables["each"] = {"backend": register(Tells)}
+    with pipe(tables) as run:
+        item = {"data": PARTS, "node_name": "all", **{"k": 7, **keys}}
+        run(item)
+    return item
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        list(BOXES),
+        tuple(BOXES),
+        BOXES,
+        torch.from_numpy(BOXES),
+        Detections(BOXES, BOXES[::-1, 0], np.arange(5)),
+    ],
+    ids=lambda boxes: type(boxes).__name__,
+)
+def test_an_element_with_an_error_can_be_skipped_or_none(register: Register, boxes: Any) -> None:
+    item = with_errors(register, "none", box=boxes)
+    assert (item["result"], item["k"]) == ([1, None, 3, None, 5], [7, None, 7, None, 7])
+    assert item["box"] is boxes
+    item = with_errors(register, "skip", box=boxes)
+    assert (item["result"], item["k"], item["data"]) == ([1, 3, 5], [7, 7, 7], [1, 3, 5])
+    assert type(item["box"]) is type(boxes)
+    assert np.array_equal(item["box"].boxes if isinstance(boxes, Detections) else np.stack([*item["box"]]), BOXES[::2])
+    assert "error" not in item
+    assert str(with_errors(register, "fail", box=boxes)["error"]) == "element [1] of 5: no pixel"
+
+
+def test_elements_without_error_are_all_there_if_errors_are_skipped(register: Register) -> None:
+    for on_error in ("skip", "none"):
+        tables = {"all": {"backend": "MapReduce", "jump": "each", "on_error": on_error}}
+        with pipe({**tables, "each": {"backend": register(Tells)}}) as run:
+            assert run({"data": [1, 2], "node_name": "all"})["result"] == [1, 2]
+            assert run({"data": ["a", "b"], "node_name": "all"})["result"] == ([] if on_error == "skip" else [None] * 2)
+
+
+def test_rows_of_detections_are_their_boxes(register: Register) -> None:
+    found = ask(graph("MapReduce", register), Detections(BOXES, BOXES[:, 0], np.arange(5)))[0]["data"]
+    assert np.array_equal(np.stack(found), BOXES)
 
 
 # -- what can be split ----------------------------------------------------------------------------------------------

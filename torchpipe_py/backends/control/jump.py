@@ -25,6 +25,7 @@ from torchpipe_py.errors import (
     prefixed,
 )
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.results import Detections
 from torchpipe_py.values import Value, to_keys, to_str
 from torchpipe_py.wire.values import is_array
 
@@ -162,18 +163,23 @@ def _some_keys(value: Value) -> tuple[str, ...]:
 class MapReduce(DeferredBackend):
     """Runs the graph of the root ``jump`` once for each element of a list, all at once, and gathers lists in order.
 
-    The elements of an array or a Tensor are its rows (``MOST_ROWS`` at most), such as the K rows of boxes K×4. Each run
-    gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of ``merge`` holds
-    the list of the runs' values. With an empty ``split`` there is one run, on the unchanged dict. The ``error`` of the
-    first element without a result becomes the request's, with the element's index. A run without result and error is a
-    defect. No elements give empty lists. ``InvalidRequest`` for a value without elements, for a Mat, and for lists of
-    different lengths.
+    The elements of an array or a Tensor are its rows (``MOST_ROWS`` at most), such as the K rows of boxes K×4, and
+    those of ``Detections`` their boxes. Each run gets a copy of the dict in which every key of ``split`` holds its
+    element; afterwards every key of ``merge`` holds the list of the runs' values. With an empty ``split`` there is one
+    run, on the unchanged dict. No elements give empty lists. ``InvalidRequest`` for a value without elements, for a
+    Mat, and for lists of different lengths.
+
+    ``on_error`` says what an element with an ``error`` in place of a result does. ``fail``: the first such error
+    becomes the request's, with the element's index. ``none``: its values in the lists are ``None``. ``skip``: it is
+    left out of the lists, and of what the keys of ``split`` hold, so that all of them stay aligned. A run without
+    result and error, or with a defect, fails the request in any case.
     """
 
     reads = ()
     jump = Param(to_str, doc="root node of the graph to run")
     split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists or arrays of the same length")
     merge_keys = Param(_some_keys, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
+    on_error = Param(to_str, "fail", choices=("fail", "skip", "none"), doc="what an element with an error does")
 
     any_batch = True
 
@@ -205,27 +211,37 @@ class MapReduce(DeferredBackend):
 
     def merge(self, data: Data, parts: Sequence[Data]) -> None:
         """Write the gathered lists into ``data``, as for ``Jump``."""
-        first = None
+        first: _ElementError | None = None
+        whole = []
         for index, part in enumerate(parts):
             missing = next((key for key in self.merge_keys if key not in part), None)
             if missing is None:
+                whole.append(index)
                 continue
             which = f"element [{index}] of {len(parts)}: "
             if TASK_ERROR_KEY not in part:
                 raise ValueError(f"{which}{self.jump!r} gave no {missing!r}")
-            error = part[TASK_ERROR_KEY]
             if first is None:
-                first = prefixed(which, error if isinstance(error, BaseException) else NoResult(str(error)))
-        if first is not None:
-            raise _ElementError(first)
+                error = part[TASK_ERROR_KEY]
+                error = error if isinstance(error, BaseException) else NoResult(str(error))
+                first = _ElementError(prefixed(which, error))
+        if first is not None and self.on_error == "fail":
+            raise first
+        if first is not None and self.on_error == "skip":
+            for key in self.split_keys:
+                data[key] = _chosen(data[key], whole)
+            parts = [parts[index] for index in whole]
+        kept = range(len(parts)) if self.on_error == "skip" else frozenset(whole)
         for key in self.merge_keys:
-            data[key] = [part[key] for part in parts]
+            data[key] = [part[key] if index in kept else None for index, part in enumerate(parts)]
 
 
 def _elements(data: Data, key: str) -> Sequence[Any]:
     value: Any = data.get(key)
     if isinstance(value, (list, tuple)):
         return value
+    if isinstance(value, Detections):
+        return list(value.boxes)
     found = type(value).__name__ if key in data else "no such key"
     if is_image(value):
         found = f"an image of {shown_dims(value.shape)}; split names the keys that hold lists"
@@ -236,3 +252,10 @@ def _elements(data: Data, key: str) -> Sequence[Any]:
             return list(value)
         found += " of no dimension"
     raise InvalidRequest(f"expected a list or an array under {key!r} to split, found {found}")
+
+
+def _chosen(value: Any, indices: list[int]) -> Any:
+    """The elements of a list, array, Tensor or ``Detections`` at these indices, in one of its kind."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([value[index] for index in indices])
+    return value[indices]
