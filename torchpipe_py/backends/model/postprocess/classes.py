@@ -1,4 +1,4 @@
-"""Results from a model's outputs, for the whole batch at once, with one copy to the host."""
+"""Classes from a model's outputs, for the whole batch at once, with one copy to the host."""
 
 from __future__ import annotations
 
@@ -8,69 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.model.check import ROWS, layout_of
 from torchpipe_py.backends.model.inputs import to_numpy
-from torchpipe_py.backends.params import Param, Postprocessors
+from torchpipe_py.backends.model.postprocess.base import Postprocessor, Written, read_labels
 from torchpipe_py.backends.signature import BYTES, LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
-from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.errors import ConfigError, counted
 from torchpipe_py.keys import TASK_RESULT_KEY
-from torchpipe_py.registry import register_hint
-
-
-class Postprocessor:
-    """``init(config)`` once; then ``forward(outputs)`` for each batch, on the instance's thread.
-
-    ``outputs`` are the model's output tensors, each N×…, and with ``max = 1`` those of one item, of any shape;
-    ``forward`` returns N results. Any class with these two methods can be registered with ``register_postprocessor``;
-    ``init`` may be missing. Its annotations (``iou: float = 0.5``) are its parameters, as those of a custom
-    backend: keys of the node, checked, and attributes before ``init``.
-
-    On a GPU, a postprocessor with ``on_device`` and ``on_host`` is split: ``on_device(outputs)`` enqueues GPU work
-    only and returns tensors N×…, with ``max = 1`` of any shape, and becomes part of the model's CUDA graph; these are
-    copied to pinned memory at once, and ``on_host(tensors)`` returns N results from them. It must not keep the tensors:
-    the next batch overwrites them.
-    """
-
-    def init(self, config: Mapping[str, Any]) -> None:
-        """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold`` and ``max``,
-        the most items of a batch, and the values of the class's annotations."""
-
-    def forward(self, outputs: list[Any]) -> list[Any]:
-        raise NotImplementedError(type(self).__name__)
-
-    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """The tensors in a result, for a model with these outputs; empty if unknown."""
-        return ()
-
-
-class Written(dict[str, Any]):
-    """A result of a postprocessor that writes more keys of its item than ``result``."""
-
-
-class PostprocessorParam(Param):
-    """A parameter that names a registered postprocessor; its value is the class, or an empty string."""
-
-    def read(self, value: Any, registry: Postprocessors) -> Any:
-        if value == "":
-            return ""
-        cls = registry.find_postprocessor(str(value))
-        if cls is None:
-            near = nearest(str(value), registry.postprocessor_names())
-            raise ValueError(f"no postprocessor {value!r}; {near} {register_hint('postprocessor')}")
-        declared(cls)  # refuse annotations here, where the place is known
-        return cls
-
-    def inner(self, typed: Any) -> Mapping[str, Param]:
-        return declared(typed) if typed else {}
-
-
-def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Postprocessor:
-    """Create ``cls`` with the values of its annotated parameters."""
-    own = params or {}
-    postprocessor: Postprocessor = configured(cls, own, {**config, **own})
-    return postprocessor
-
 
 # -- arithmetic of float32, over the classes --------------------------------------------------------------------------
 # NumPy on a CPU: PyTorch's operators wake a pool of threads whose spinning disturbs those that decode.
@@ -124,15 +67,6 @@ def _dtype_of_classes(count: int) -> str:
 
 
 # -- the built-in ones ------------------------------------------------------------------------------------------
-
-
-def read_labels(path: str) -> list[str]:
-    """The lines of a label file; ``ConfigError`` if it is not UTF-8."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            return [line.rstrip("\n") for line in file]
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"labels: {path} is not UTF-8 text: {error}") from error
 
 
 class OfClasses(Postprocessor):
@@ -345,11 +279,3 @@ class Sigmoid(OfClasses):
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return RANKING
-
-
-BUILT_IN = (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu)
-
-
-def uses(cls: type | str, key: str) -> bool:
-    """Whether the postprocessor, or an empty string, may use ``key``; always true for a custom one."""
-    return bool(cls) and (cls not in BUILT_IN or key in getattr(cls, "uses", ()))
