@@ -58,11 +58,14 @@ class Signature:
     """The tensors in ``data`` and ``result``, in order; empty if unknown.
 
     If ``data`` itself is the input, its name is ``data``. The outputs of a result ``(label, score)``, and of a list of
-    such pairs, are ``label`` and ``score``.
+    such pairs, are ``label`` and ``score``; those of ``Detections`` are ``detection_outputs``.
+
+    ``parameters`` are the names of a request's parameters that the backend reads, under the key ``parameters``.
     """
 
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None, 1), BYTES, is_image=True),))
@@ -71,3 +74,22 @@ ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None, 1), BYTES, is
 LABEL_AND_SCORE = (TensorSpec("label", (None,), BYTES), TensorSpec("score", (None,), "float32"))
 RANKING = (TensorSpec("label", (None, None), BYTES), TensorSpec("score", (None, None), "float32"))
 """The outputs of a list of ``(label, score)`` pairs."""
+
+
+def detection_outputs(
+    has_labels: bool = True, keypoints: int | None = None, has_masks: bool = False
+) -> tuple[TensorSpec, ...]:
+    """The outputs of ``Detections``: R rows, those of all items, whose own are the rows between two of ``offsets``.
+
+    ``has_labels``: classes have names. ``keypoints``: their number in a detection, if it has any.
+    """
+    points = () if keypoints is None else (TensorSpec("keypoints", (None, keypoints, 3), "float32"),)
+    return (
+        TensorSpec("boxes", (None, 4), "float32"),
+        TensorSpec("scores", (None,), "float32"),
+        TensorSpec("classes", (None,), "int64"),
+        *([TensorSpec("labels", (None,), BYTES)] if has_labels else []),
+        *points,
+        *([TensorSpec("masks", (None,), BYTES)] if has_masks else []),
+        TensorSpec("offsets", (None,), "int64"),
+    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kit.image_backends import Data, made, run
 from PIL import Image
 
-from torchpipe_py import InvalidRequest, pipe
+from torchpipe_py import BackendError, InvalidRequest, pipe
 from torchpipe_py.backends.image import original
 
 
@@ -154,12 +154,12 @@ def test_perspective_transform_makes_its_result_the_original() -> None:
 
 def test_unknown_change_of_geometry_is_named_rather_than_ignored() -> None:
     item: Data = {"data": np.zeros((64, 64, 3), np.uint8), "image_size": (30, 40)}
-    with pytest.raises(ValueError, match=r"of 40x30 pixels became one of 64x64, and nothing says how.*'to_original'"):
+    with pytest.raises(BackendError, match=r"of 40x30 pixels became one of 64x64, and nothing says how.*'to_original'"):
         original.way_back(item, 64, 64)
     with made("ResizeMat", resize_h=8, resize_w=8) as backend:
         backend.forward([item])
     assert item["to_original"] is None
-    with pytest.raises(ValueError, match="nothing says how"):
+    with pytest.raises(BackendError, match="nothing says how"):
         original.way_back(item, 8, 8)
 
 

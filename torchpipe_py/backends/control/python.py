@@ -194,7 +194,10 @@ def undeclared(wrapped: type, names: Collection[str], key: str, value: Any) -> s
 
 
 def declared(wrapped: type) -> dict[str, Param]:
-    """The class's annotations as parameters; ``ConfigError`` for a type that no configuration value can have."""
+    """The class's annotations, and its attributes that are a ``Param``, as parameters.
+
+    ``ConfigError`` for an annotation that no configuration value can have.
+    """
     try:
         hints = typing.get_type_hints(wrapped)
     except Exception as error:
@@ -212,4 +215,6 @@ def declared(wrapped: type) -> dict[str, Param]:
         default = getattr(wrapped, name, REQUIRED)
         params[name] = Param(CONVERTERS[hint], default, doc=f"a parameter of {wrapped.__name__}")
         params[name].key = name
+    for base in reversed(wrapped.__mro__):
+        params.update({name: value for name, value in vars(base).items() if isinstance(value, Param)})
     return params

@@ -17,7 +17,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image.geometry import MAX_SIDE, Placement, Size
-from torchpipe_py.errors import InvalidRequest, shown
+from torchpipe_py.errors import BackendError, InvalidRequest, shown
 from torchpipe_py.keys import (
     TASK_IMAGE_SIZE_KEY,
     TASK_ORIGINAL_COLOR_KEY,
@@ -88,12 +88,12 @@ def keep(item: Data, image: Any, color: str) -> None:
 def way_back(item: Data, height: int, width: int) -> WayBack:
     """The way from the current image, of ``height`` × ``width``, to the original.
 
-    ``InvalidRequest`` if the keys of the dict hold no such numbers, ``ValueError`` if the way is unknown.
+    ``InvalidRequest`` if the keys of the dict hold no such numbers, ``BackendError`` if the way is unknown.
     """
     way = _way_of(item, height, width)
     size = _size_of(item)
     if way is None:
-        raise ValueError(
+        raise BackendError(
             f"the image of {size[1]}x{size[0]} pixels became one of {width}x{height}, and nothing says how: a custom "
             f"backend that changes the geometry writes {TASK_TO_ORIGINAL_KEY!r} = (scale_x, scale_y, left, top)"
         )

@@ -301,7 +301,7 @@ class CudaBackend(Protocol):
 
     def max(self) -> int: ...
 
-    def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None: ...
+    def write_finished(self, items: Sequence[Data], tensors: list[Any]) -> None: ...
 
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None: ...
 
@@ -392,7 +392,7 @@ class CudaRunner:
             backend.write_results(items, [output.clone() for output in backend.layout.first(outputs, count)])
             return
         backend.guard.synchronize(count)
-        backend.spread(items, backend._postprocess.on_host(backend.layout.first(outputs, count)))
+        backend.write_finished(items, backend.layout.first(outputs, count))
 
     def _network(self, shapes: Shapes) -> GraphedNetwork:
         backend, network = self._backend, self._networks.get(shapes)

@@ -88,6 +88,14 @@ class ModelBackend(Backend):
         return _image_misfits(params["model"], image)
 
     @classmethod
+    def keys_read(cls, params: Mapping[str, Any]) -> Collection[str] | None:
+        own, postprocessor = super().keys_read(params), params["postprocessor"]
+        if own is None or not getattr(postprocessor, "takes_items", False):
+            return own
+        reads: Collection[str] | None = getattr(postprocessor, "reads", None)
+        return None if reads is None else {*own, *reads}
+
+    @classmethod
     def file_problem(cls, file: ModelFile) -> str:
         """The reason why a plain file cannot be loaded, by its first bytes; empty if none is known."""
         return ""
@@ -109,6 +117,7 @@ class ModelBackend(Backend):
         self._postprocess: postprocess.Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
+            config["model"] = self.file
             own = dict(self.postprocessor_params)
             if self.labels and "labels" in own:
                 own["labels"] = self.labels  # the path as resolved, perhaps beside the TOML file
@@ -131,13 +140,16 @@ class ModelBackend(Backend):
             bounds.check(self.model, key, inputs)
         self._image = next((index for index, spec in enumerate(inputs) if len(spec.dims) == 4), 0)
         _check_labels(self._postprocess, outputs)
+        if hasattr(self._postprocess, "fit"):
+            self._postprocess.fit(outputs)
 
     def signature(self) -> Signature:
         gives = getattr(self._postprocess, "gives", None)
         inputs = (*self.inputs, *self.optional)
         if self._postprocess is None:
             return Signature(inputs, tuple(self.outputs))
-        return Signature(inputs, () if gives is None else tuple(gives(self.outputs)))
+        parameters = tuple(getattr(self._postprocess, "request_parameters", ()))
+        return Signature(inputs, () if gives is None else tuple(gives(self.outputs)), parameters)
 
     def known_shapes(self) -> Shapes | None:
         """The smallest shape of each input, without batch, from the model, ``min`` and ``max``; ``None`` if unknown."""
@@ -232,13 +244,21 @@ class ModelBackend(Backend):
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
         """Distribute a batch's outputs to its items by ``layout``."""
         if self._postprocess is not None:
-            self.spread(items, self._postprocess.forward(outputs))
+            self.spread(items, self._postprocess.forward(outputs, *self._items_for_postprocessor(items)))
             return
         for item, result in zip(items, self.layout.of_items(outputs), strict=True):
             data = item[TASK_DATA_KEY]
             if isinstance(data, np.ndarray) and data.ndim == 3 and looks_like_mat(data):
                 name_color(item, data.shape[2], OF_MATS)
             item[TASK_RESULT_KEY] = result
+
+    def write_finished(self, items: Sequence[Data], tensors: list[Any]) -> None:
+        """Give a batch's items the results of what the GPU's part of the postprocessor made."""
+        postprocess: Any = self._postprocess
+        self.spread(items, postprocess.on_host(tensors, *self._items_for_postprocessor(items)))
+
+    def _items_for_postprocessor(self, items: Sequence[Data]) -> tuple[Sequence[Data], ...]:
+        return (items,) if getattr(self._postprocess, "takes_items", False) else ()
 
     def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
         """Give each item its result; ``ValueError`` if a postprocessor did not return a list of one for each."""
@@ -251,6 +271,8 @@ class ModelBackend(Backend):
         for item, result in zip(items, results, strict=True):
             if isinstance(result, postprocess.Written):
                 item.update(result)
+            elif isinstance(result, BaseException):
+                item[TASK_ERROR_KEY] = result
             else:
                 item[TASK_RESULT_KEY] = result
 
@@ -291,11 +313,14 @@ def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
         except ConfigError as error:
             yield Remark("model", str(error))
     cls = params["postprocessor"]
-    if cls in postprocess.BUILT_IN:
+    file = ModelFile(params["model"], params["key_file"], params["key_env"])
+    if cls in postprocess.BUILT_IN and not file.has_key:
         try:
             config = {key: params[key] for key in ("labels", "k", "threshold")}
-            postprocessor = postprocess.make_postprocessor(cls, {**config, "max": most})
+            own = params.get("postprocessor_params", {})
+            postprocessor = postprocess.make_postprocessor(cls, {**config, "max": most, "model": file}, own)
             _check_labels(postprocessor, outputs)
+            postprocessor.fit(outputs)
         except ConfigError as error:
             key = "labels" if "labels" in str(error) else "postprocessor"
             yield Remark(key, str(error).removeprefix("labels: "))

@@ -301,14 +301,30 @@ def note_normalisation(path: str, mean: str, std: str) -> None:
 
 def noted_normalisation(path: str) -> str:
     """The note of ``note_normalisation``; empty for any other file."""
+    match = _NOTED.fullmatch(metadata(ModelFile(path)).get(NORMALISATION, ""))
+    return "" if match is None else match[0]
+
+
+def metadata(file: ModelFile) -> dict[str, str]:
+    """The metadata of an ONNX file; empty for any other file. An untrusted file may contain any text.
+
+    ``ConfigError`` if an encrypted file cannot be decrypted.
+    """
+    if file.has_key:
+        return _metadata(file.read())
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
-            noted = {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
-            match = _NOTED.fullmatch(noted.get(NORMALISATION, ""))  # NOTE: an untrusted file may contain any text
-            return "" if match is None else match[0]
-    except (OSError, ValueError, IndexError):
-        return ""
+        with open(file.path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _metadata(content)
+    except (OSError, ValueError):  # missing or empty
+        return {}
+
+
+def _metadata(content: Any) -> dict[str, str]:
+    try:
+        entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
+        return {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
+    except (ValueError, IndexError):  # cut off, or not an ONNX file
+        return {}
 
 
 def has_channels_last(dims: Sequence[int | None]) -> bool:

@@ -17,11 +17,25 @@ from torchpipe_py.backends.model.postprocess.classes import (
     SoftmaxMax,
     TopK,
 )
+from torchpipe_py.backends.model.postprocess.detections import (
+    Boxes,
+    BoxesScoresLabels,
+    Detector,
+    DetrBoxes,
+    EndToEndBoxes,
+    Yolo5Boxes,
+    YoloBoxes,
+)
 
 __all__ = [
     "BUILT_IN",
     "ArgMax",
+    "Boxes",
+    "BoxesScoresLabels",
     "Cpu",
+    "Detector",
+    "DetrBoxes",
+    "EndToEndBoxes",
     "OfClasses",
     "Postprocessor",
     "PostprocessorParam",
@@ -31,12 +45,15 @@ __all__ = [
     "SoftmaxMax",
     "TopK",
     "Written",
+    "Yolo5Boxes",
+    "YoloBoxes",
     "make_postprocessor",
     "read_labels",
     "uses",
 ]
 
-BUILT_IN = (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu)
+BUILT_IN: tuple[type[Postprocessor], ...] = (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu)
+BUILT_IN += (YoloBoxes, Yolo5Boxes, EndToEndBoxes, DetrBoxes, BoxesScoresLabels, Boxes)
 
 
 def uses(cls: type | str, key: str) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.params import Param, Postprocessors
@@ -24,11 +24,21 @@ class Postprocessor:
     only and returns tensors N×…, with ``max = 1`` of any shape, and becomes part of the model's CUDA graph; these are
     copied to pinned memory at once, and ``on_host(tensors)`` returns N results from them. It must not keep the tensors:
     the next batch overwrites them.
+
+    With ``takes_items``, ``forward`` and ``on_host`` get the dicts of the N items as a second argument. An exception in
+    place of a result becomes the ``error`` of its item.
     """
 
+    takes_items: ClassVar[bool] = False
+    request_parameters: ClassVar[Collection[str]] = ()
+    """The parameters of a request that it reads."""
+
     def init(self, config: Mapping[str, Any]) -> None:
-        """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold`` and ``max``,
-        the most items of a batch, and the values of the class's annotations."""
+        """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold``, ``max``
+        (the most items of a batch), ``model`` (the ``ModelFile``), and the values of the class's annotations."""
+
+    def fit(self, outputs: Sequence[TensorSpec]) -> None:
+        """Adapt to a model that declares these outputs; called after ``init``. ``ConfigError`` if they do not fit."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)

@@ -1,0 +1,53 @@
+"""Outputs of detectors, made of random numbers, and postprocessors without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.control.python import declared
+from torchpipe_py.backends.image import original
+from torchpipe_py.backends.image.geometry import Size, fit_inside
+from torchpipe_py.backends.model.postprocess import make_postprocessor
+from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.registry import default
+
+SIZES: list[Size] = [(320, 416), (333, 500), (1, 700), (7, 3), (1080, 1921), (641, 479), (100, 100), (45, 2000)]
+
+
+def made(name: str, outputs: Sequence[TensorSpec] = (), model: Any = None, labels: str = "", **keys: Any) -> Any:
+    """A postprocessor with these keys of its node, for a model that declares these outputs."""
+    cls: Any = default.find_postprocessor(name)
+    own = {key: param.default for key, param in declared(cls).items()}
+    config = {"labels": labels, "k": 5, "threshold": 0.5, "max": 4, "model": model}
+    post = make_postprocessor(cls, config, {**own, **keys})
+    post.fit(outputs)
+    return post
+
+
+def letterboxed(size: Size, to: Size) -> Data:
+    """The dict of a request whose image of ``size`` was letterboxed to the model's input."""
+    item: Data = {"data": torch.empty(1, 3, *to)}
+    original.begin(item, *size)
+    original.follow(item, *size, fit_inside(*size, *to, centred=True))
+    return item
+
+
+def yolo_output(rng: np.random.Generator, classes: int, size: Size, objects: int) -> np.ndarray:
+    """1×(4+C)×A: some boxes of many places, others crowded around a few objects, over the edges too."""
+    places = max(2100, objects)
+    output = np.empty((1, 4 + classes, places), np.float32)
+    output[0, :2] = rng.uniform(-20, 20 + np.array(size[::-1])[:, None], (2, places))
+    output[0, 2:4] = rng.uniform(2, 150, (2, places))
+    output[0, 4:] = rng.uniform(0, 0.2, (classes, places))
+    chosen = rng.choice(places, objects, replace=False)
+    which = rng.integers(0, 30, objects)
+    middles, sides = rng.uniform(0, size[::-1], (30, 2)), rng.uniform(10, 200, (30, 2))
+    output[0, :2, chosen] = middles[which] + rng.normal(0, 5, (objects, 2))
+    output[0, 2:4, chosen] = sides[which] * rng.uniform(0.8, 1.2, (objects, 2))
+    output[0, 4 + which % classes, chosen] = rng.uniform(0.2, 1, objects)
+    return output

@@ -1,0 +1,312 @@
+"""Detections from a model's outputs: one postprocessor for each layout, with non-maximum suppression where it needs it.
+
+Defaults and meaning of the keys are those of Ultralytics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.image import original
+from torchpipe_py.backends.image.original import WayBack
+from torchpipe_py.backends.model.inputs import looks_like_mat, to_numpy
+from torchpipe_py.backends.model.onnx_graph import metadata
+from torchpipe_py.backends.model.postprocess.base import Postprocessor, read_labels
+from torchpipe_py.backends.model.postprocess.layouts import (
+    MOST_ROWS,
+    Candidates,
+    Detr,
+    EndToEnd,
+    Found,
+    Layout,
+    Listed,
+    Size,
+    Yolo,
+    Yolo5,
+)
+from torchpipe_py.backends.model.postprocess.nms import suppress
+from torchpipe_py.backends.model.postprocess.settings import (
+    PARAMETERS,
+    Bounds,
+    Settings,
+    class_indices,
+    names_of,
+)
+from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import TensorSpec, detection_outputs
+from torchpipe_py.errors import BackendError, ConfigError, InvalidRequest, counted
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_PARAMETERS_KEY
+from torchpipe_py.results import Detections
+from torchpipe_py.values import to_bool, to_float, to_int, to_str, to_strings
+
+MOST_CANDIDATES = 30_000
+"""Boxes of an image before non-maximum suppression; of more, those with the best scores."""
+
+
+
+class Detector(Postprocessor):
+    """A built-in postprocessor of a detector: ``Detections`` for each item, on its original image, the best first.
+
+    The labels are the lines of ``labels``, or else the ``names`` in the metadata of an ONNX file.
+    """
+
+    layouts: ClassVar[Sequence[type[Layout]]] = ()
+    """The layouts that it reads; of several, the one that fits the model's outputs."""
+
+    takes_items = True
+    uses: ClassVar[Collection[str]] = ("labels", "threshold")
+    reads: ClassVar[Collection[str]] = (*original.KEYS, TASK_PARAMETERS_KEY)
+    request_parameters: ClassVar[Collection[str]] = PARAMETERS
+
+    threshold = Param(to_float, 0.25, low=0, high=1, doc="the score that a detection must exceed")
+    least_threshold = Param(to_float, None, low=0, high=1, doc="the least threshold of a request; default: threshold")
+    iou = Param(to_float, 0.7, low=0, high=1, doc="a box is dropped if it overlaps a better one of its class by more")
+    max_det = Param(to_int, 300, low=1, high=MOST_CANDIDATES, doc="the most detections in an image")
+    classes = Param(to_strings, (), doc="labels or indices of the only classes to answer")
+    class_agnostic = Param(to_bool, False, doc="whether boxes of different classes drop each other")
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        self.layout: Layout | None = None  # once the outputs are known
+        self.output_name = ""
+        file = config.get("model")
+        self.model = file.path if file is not None else "model"
+        self.metadata = metadata(file) if file is not None and file.is_onnx else {}
+        self.labels_file = config.get("labels") or ""
+        self.names = names_of(self.metadata.get("names", ""))
+        if self.labels_file:
+            self.names = tuple(read_labels(self.labels_file))
+        self.options = config
+        try:
+            classes = class_indices(self.classes, self.names)
+        except ValueError as error:
+            raise ConfigError(f"classes: {error}") from None
+        settings = Settings(self.threshold, self.iou, self.max_det, classes, self.class_agnostic)
+        self.bounds = Bounds(settings, self.least_threshold, self.names)
+
+    # -- the layout of a model's outputs ------------------------------------------------------------------------------
+
+    def fit(self, outputs: Sequence[TensorSpec]) -> None:
+        if outputs and all(output.dims for output in outputs):
+            self.layout = self.find_layout(outputs)
+            self.output_name = outputs[self.layout.boxes_output].name
+
+    def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
+        """The layouts that a model with these outputs may have."""
+        return self.layouts
+
+    def find_layout(self, outputs: Sequence[TensorSpec], extra: int = 0) -> Layout:
+        """The only one of its layouts that fits; ``ConfigError`` if none does, or several do."""
+        fitting: list[Layout] = []
+        problems = []
+        for cls in self.candidates(outputs):
+            try:
+                layout = cls(outputs, self.names, extra, self.options)
+                self.check_labels(layout.classes)
+            except ConfigError as error:
+                problems.append(str(error))
+            else:
+                fitting.append(layout)
+        if not fitting:
+            others = f"; {OTHERS}" if len(self.layouts) == 1 else ""
+            raise ConfigError(f"{type(self).__name__} {', or '.join(problems)}{others}")
+        if len(fitting) > 1:
+            names = " or ".join(_NAMES[type(layout)] for layout in fitting)
+            shapes = ", ".join(map(str, outputs))
+            raise ConfigError(f"outputs {shapes} can be read in more than one way: name {names} as postprocessor")
+        return fitting[0]
+
+    def check_labels(self, classes: int | None) -> None:
+        """``ConfigError`` for another number of classes than of labels."""
+        if not self.names or classes in (None, len(self.names)):
+            return
+        source = self.labels_file or "its metadata"
+        count = counted(len(self.names), "label")
+        raise ConfigError(f"reads {counted(classes or 0, 'class')} from the outputs, and {source} has {count}")
+
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return detection_outputs(bool(self.names))
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        """Compute, where the outputs are, the tensors to copy to the host."""
+        return self.layout_of(outputs).on_device(outputs)
+
+    def forward(self, outputs: list[Any], items: Sequence[Data]) -> list[Any]:  # type: ignore[override]
+        layout = self.layout_of(outputs)
+        return self._detections([outputs[index] for index in layout.used], items, is_reduced=False)
+
+    def on_host(self, tensors: list[Any], items: Sequence[Data]) -> list[Any]:
+        """Detections from what ``on_device`` gave."""
+        return self._detections(tensors, items, is_reduced=True)
+
+    def layout_of(self, outputs: Sequence[Any]) -> Layout:
+        """The layout; found by the shapes of these outputs if the model declares none."""
+        if self.layout is None:
+            specs = [
+                TensorSpec(str(index), tuple(output.shape), str(output.dtype).removeprefix("torch."))
+                for index, output in enumerate(outputs)
+            ]
+            self.fit(specs)
+            assert self.layout is not None
+        return self.layout
+
+    def _detections(self, tensors: Sequence[Any], items: Sequence[Data], is_reduced: bool) -> list[Any]:
+        arrays = [array if isinstance(array, np.ndarray) else to_numpy(array) for array in tensors]
+        arrays = [array.astype(np.float32) if array.dtype.kind == "f" else array for array in arrays]
+        has_batch = arrays[0].ndim > 2
+        results: list[Any] = []
+        for index, item in enumerate(items):
+            own = [array[index] for array in arrays] if has_batch else arrays
+            try:
+                with np.errstate(all="ignore"):  # numbers that are not finite are reported
+                    results.append(self.of_item(own, item, is_reduced))
+            except (InvalidRequest, BackendError) as error:
+                results.append(error)
+        return results
+
+    # -- an item ------------------------------------------------------------------------------------------------------
+
+    def of_item(self, arrays: Sequence[np.ndarray], item: Data, is_reduced: bool) -> Detections:
+        """The detections of one item; ``InvalidRequest`` for its parameters, ``BackendError`` for its outputs."""
+        assert self.layout is not None
+        settings = self.bounds.of(item)
+        size = input_size(item[TASK_DATA_KEY])
+        back = original.way_back(item, *size)
+        read = self.layout.read_reduced if is_reduced else self.layout.read
+        scores, found = self.choose(read(arrays, settings.threshold, size), settings)
+        return self.result(scores, found, arrays, size, back)
+
+    def choose(self, candidates: Candidates, settings: Settings) -> tuple[np.ndarray, Found]:
+        """The candidates that are detections, the best first: their scores, and the rest of them."""
+        assert self.layout is not None
+        scores = candidates.scores
+        if np.isnan(scores).any():
+            raise self.not_a_number("scores")
+        order = best_first(scores, settings.threshold)[:MOST_CANDIDATES]
+        for most in (2 * settings.max_det, len(order)):  # the best are mostly enough
+            part = order[:most]
+            found = candidates.at(part)
+            if not np.isfinite(found.boxes).all():
+                raise self.not_a_number("boxes")
+            if settings.classes is not None:
+                wanted = np.isin(found.classes, [*settings.classes])
+                part, found = part[wanted], _rows(found, wanted)
+            if not self.layout.needs_nms:
+                kept = np.arange(min(len(part), settings.max_det))
+            else:
+                classes = np.zeros_like(found.classes) if settings.class_agnostic else found.classes
+                kept = suppress(found.boxes, classes, settings.iou, settings.max_det)
+            if len(kept) == settings.max_det or most >= len(order):
+                break
+        return scores[part[kept]], _rows(found, kept)
+
+    def result(
+        self, scores: np.ndarray, found: Found, arrays: Sequence[np.ndarray], size: Size, back: WayBack
+    ) -> Detections:
+        """The detections on the original image; ``arrays`` are the outputs, ``size`` is that of the model's input."""
+        return Detections(self.on_original(found.boxes, back), scores, found.classes, self.names)
+
+    def on_original(self, boxes: np.ndarray, back: WayBack) -> np.ndarray:
+        """Boxes K×4 in pixels of the original image, clipped to it."""
+        return back.points(boxes.reshape(-1, 2, 2).astype(np.float64)).reshape(-1, 4)
+
+    def not_a_number(self, what: str) -> BackendError:
+        """The error for NaN or infinity among ``what`` of an item."""
+        return BackendError(f"model {self.model}: output {self.output_name!r} has {what} that are not finite numbers")
+
+
+def best_first(scores: np.ndarray, threshold: float) -> np.ndarray:
+    """The indices of scores above the threshold, which is not negative, the best first, equal ones in their order."""
+    above = np.flatnonzero(scores > threshold)
+    # Positive floats are ordered as their bits are. Sorting these with the index is four times as fast as argsort.
+    bits = np.uint64(2**32 - 1) - scores[above].view(np.uint32)
+    return (np.sort(bits << np.uint64(32) | above.astype(np.uint64)) & np.uint64(2**32 - 1)).astype(np.int64)
+
+
+def _rows(found: Found, chosen: np.ndarray) -> Found:
+    return Found(found.boxes[chosen], found.classes[chosen], found.extra[chosen] if len(found.extra) else found.extra)
+
+
+def input_size(data: Any) -> Size:
+    """Height and width of the first image among a model's inputs; ``BackendError`` if there is none."""
+    values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else (data,)
+    for value in values:
+        shape = tuple(getattr(value, "shape", ()))
+        if len(shape) == 4:
+            is_last = shape[3] in (1, 3, 4) and shape[1] not in (1, 3, 4)
+            return shape[1:3] if is_last else shape[2:]
+        if len(shape) == 3:
+            is_mat = looks_like_mat(value) if isinstance(value, np.ndarray) else shape[0] not in (1, 3, 4)
+            return shape[:2] if is_mat else shape[1:]
+        if len(shape) == 2 and getattr(value, "dtype", None) == np.uint8:
+            return shape
+    raise BackendError("boxes are found in an image, and none of the model's inputs is one")
+
+
+class YoloBoxes(Detector):
+    """YOLOv8, v9, v11: the first output is N×(4+C)×A: centre, width, height, and a score for each class."""
+
+    layouts = (Yolo,)
+
+
+class Yolo5Boxes(Detector):
+    """YOLOv5, v7: the first output is N×A×(5+C): centre, width, height, objectness, and a score for each class."""
+
+    layouts = (Yolo5,)
+
+
+class EndToEndBoxes(Detector):
+    """YOLOv10, v26, whose NMS is inside: the first output is N×K×6: left, top, right, bottom, score, class."""
+
+    layouts = (EndToEnd,)
+
+
+ACTIVATION = Param(
+    to_str, "auto", choices=("auto", "softmax", "sigmoid"), doc="of DETR's logits; with softmax the last class is none"
+)
+NORMALISED = Param(to_bool, False, doc="whether listed boxes are parts of the sides, not pixels")
+
+
+class DetrBoxes(Detector):
+    """DETR, RT-DETR: boxes N×Q×4 of centre, width and height as parts of the sides, and logits N×Q×C."""
+
+    layouts = (Detr,)
+    activation = ACTIVATION
+
+
+class BoxesScoresLabels(Detector):
+    """torchvision's detectors, SSD with NMS inside: boxes N×K×4, scores N×K, labels N×K in any order."""
+
+    layouts = (Listed,)
+    normalised = NORMALISED
+
+
+class Boxes(Detector):
+    """Any of these layouts, found by the shapes of the outputs; refused where more than one fits."""
+
+    layouts = (Yolo, Yolo5, EndToEnd, Detr, Listed)
+    activation, normalised = ACTIVATION, NORMALISED
+
+    def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
+        if len(outputs) > 1:
+            return (Detr, Listed)
+        rows = outputs[0].dims[-2] if len(outputs[0].dims) > 1 else None
+        is_short = rows is not None and rows <= MOST_ROWS  # YOLOv5 has thousands of rows
+        return (Yolo, EndToEnd) if is_short else (Yolo, Yolo5, EndToEnd)
+
+
+_NAMES = {
+    Yolo: YoloBoxes.__name__,
+    Yolo5: Yolo5Boxes.__name__,
+    EndToEnd: EndToEndBoxes.__name__,
+    Detr: DetrBoxes.__name__,
+    Listed: BoxesScoresLabels.__name__,
+}
+"""The postprocessor of each layout."""
+
+OTHERS = f"postprocessors of detectors: {', '.join(_NAMES.values())}; Boxes finds the layout by the shapes"

@@ -1,0 +1,125 @@
+"""The settings of a detector: those of the configuration, and a request's own within its bounds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpipe_py.backends.base import Data
+from torchpipe_py.errors import ConfigError, InvalidRequest, nearest, shown
+from torchpipe_py.keys import TASK_PARAMETERS_KEY
+from torchpipe_py.values import to_bool, to_float, to_int, to_list
+
+PARAMETERS = ("threshold", "iou", "max_det", "classes", "class_agnostic")
+"""The parameters of a request that a detector reads."""
+
+_MOST_TEXT = 2**20
+_MOST_CLASSES = 2**16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``classes`` are the indices to keep, ``None`` for all."""
+
+    threshold: float
+    iou: float
+    max_det: int
+    classes: frozenset[int] | None
+    class_agnostic: bool
+
+
+class Bounds:
+    """The settings of the configuration, which are also the bounds of a request's.
+
+    A request may raise ``threshold`` and lower it to ``least_threshold``, lower ``max_det``, and name fewer
+    ``classes``; ``iou`` and ``class_agnostic`` are free.
+    """
+
+    def __init__(self, settings: Settings, least_threshold: float | None, names: Sequence[str]) -> None:
+        least = settings.threshold if least_threshold is None else least_threshold
+        if least > settings.threshold:
+            raise ConfigError(f"least_threshold = {least:g} is larger than threshold = {settings.threshold:g}")
+        self._settings, self._least, self._names = settings, least, names
+        self._readers: dict[str, Callable[[Any], Any]] = {
+            "threshold": self._threshold,
+            "iou": self._iou,
+            "max_det": self._max_det,
+            "classes": self._classes,
+            "class_agnostic": to_bool,
+        }
+
+    def of(self, item: Data) -> Settings:
+        """The settings for a request; ``InvalidRequest`` for a parameter of the wrong type or out of its bounds."""
+        given = item.get(TASK_PARAMETERS_KEY)
+        if not isinstance(given, Mapping) or given.keys().isdisjoint(PARAMETERS):
+            return self._settings
+        own = {}
+        for key, read in self._readers.items():
+            if key in given:
+                try:
+                    own[key] = read(given[key])
+                except ValueError as error:
+                    raise InvalidRequest(f"parameter {key!r}: {error}") from None
+        return replace(self._settings, **own)
+
+    def _threshold(self, value: Any) -> float:
+        return _between(to_float(value), self._least, 1)
+
+    def _iou(self, value: Any) -> float:
+        return _between(to_float(value), 0, 1)
+
+    def _max_det(self, value: Any) -> int:
+        most = to_int(int(value) if isinstance(value, float) and value.is_integer() else value)
+        return int(_between(most, 1, self._settings.max_det))
+
+    def _classes(self, value: Any) -> frozenset[int] | None:
+        if not isinstance(value, (str, int, list, tuple)) or isinstance(value, bool):
+            raise ValueError(f"expected a list of labels or indices, got {shown(value)}")
+        chosen, allowed = class_indices(to_list(value), self._names), self._settings.classes
+        if allowed is not None and not (chosen or allowed) <= allowed:
+            others = ", ".join(map(str, sorted((chosen or allowed) - allowed)[:5]))
+            raise ValueError(
+                f"only classes {', '.join(map(str, sorted(allowed)[:20]))} are answered here, not {others}"
+            )
+        return allowed if chosen is None else chosen
+
+
+def _between(value: float, low: float, high: float) -> float:
+    if not low <= value <= high:
+        raise ValueError(f"must be from {low:g} to {high:g}, got {value:g}")
+    return value
+
+
+def class_indices(values: Sequence[Any], names: Sequence[str]) -> frozenset[int] | None:
+    """The indices of labels and indices, ``None`` for an empty list; ``ValueError`` for one that does not exist."""
+    found = set()
+    for value in values:
+        if isinstance(value, str) and value in names:
+            found.add(list(names).index(value))
+            continue
+        try:
+            index = to_int(value)
+        except ValueError:
+            known = nearest(value, names) if isinstance(value, str) and names else "without labels, give indices"
+            raise ValueError(f"no class {shown(value)}; {known}") from None
+        if not 0 <= index < (len(names) or _MOST_CLASSES):
+            raise ValueError(f"no class {index}; there are {len(names) or _MOST_CLASSES}")
+        found.add(index)
+    return frozenset(found) or None
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """The labels that Ultralytics writes into a model's metadata: a dict or list as a Python literal; else none."""
+    try:
+        value = ast.literal_eval(text) if len(text) <= _MOST_TEXT else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return ()
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        return ()
+    if not all(type(key) is int and 0 <= key < _MOST_CLASSES for key in value):
+        return ()
+    return tuple(str(value.get(index, index)) for index in range(max(value) + 1))
