@@ -64,7 +64,6 @@ BUILT_IN_POSTPROCESSORS = {
     **_in("backends.model.postprocess", "Cpu SoftmaxCpu SoftmaxMax ArgMax SoftmaxArgMax TopK Sigmoid"),
     **_in("backends.model.postprocess", "Boxes YoloBoxes Yolo5Boxes EndToEndBoxes DetrBoxes BoxesScoresLabels"),
     "cpu": "torchpipe_py.backends.model.postprocess:Cpu",
-    "boxes": "torchpipe_py.backends.model.postprocess:Boxes",
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.control.python import declared
@@ -51,3 +54,35 @@ def yolo_output(rng: np.random.Generator, classes: int, size: Size, objects: int
     output[0, 2:4, chosen] = sides[which] * rng.uniform(0.8, 1.2, (objects, 2))
     output[0, 4 + which % classes, chosen] = rng.uniform(0.2, 1, objects)
     return output
+
+
+def detector_file(folder: Path, names: Any) -> str:
+    """An ONNX file of a YOLO detector for N×3×64×64 that always finds the same two boxes; its ``names`` are metadata.
+
+    Class 2 with 0.9 in [16, 24, 48, 40], class 0 with 0.5 in an area larger than the input.
+    """
+    output = np.zeros((1, 7, 84), np.float32)
+    output[0, :, 0] = [32, 32, 32, 16, 0, 0, 0.9]
+    output[0, :, 1] = [32, 32, 100, 100, 0.5, 0, 0]
+    return constant_model(folder / "detector.onnx", {"output0": output}, {"names": str(names)})
+
+
+def constant_model(path: Path, outputs: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}) -> str:
+    """An ONNX file for images N×3×64×64 whose outputs, 1×…, are the same for each image."""
+    nodes = [helper.make_node("ReduceMean", ["images", "axes"], ["mean"], keepdims=1)]
+    nodes.append(helper.make_node("Mul", ["mean", "zero"], ["zeros"]))  # N×1×1×1
+    constants = {"axes": np.array([1, 2, 3]), "zero": np.zeros((), np.float32)}
+    values = []
+    for name, array in outputs.items():
+        constants[f"{name}_value"] = array.astype(np.float32)
+        constants[f"{name}_shape"] = np.array([-1, *[1] * (array.ndim - 1)])
+        nodes.append(helper.make_node("Reshape", ["zeros", f"{name}_shape"], [f"{name}_zeros"]))
+        nodes.append(helper.make_node("Add", [f"{name}_zeros", f"{name}_value"], [name]))
+        values.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", *array.shape[1:]]))
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 3, 64, 64])
+    weights = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "constant", [images], values, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    helper.set_model_props(model, dict(metadata))
+    onnx.save(model, path)
+    return str(path)
