@@ -63,6 +63,7 @@ ALIASES = {
 BUILT_IN_POSTPROCESSORS = {
     **_in("backends.model.postprocess", "Cpu SoftmaxCpu SoftmaxMax ArgMax SoftmaxArgMax TopK Sigmoid"),
     **_in("backends.model.postprocess", "Boxes YoloBoxes Yolo5Boxes EndToEndBoxes DetrBoxes BoxesScoresLabels"),
+    **_in("backends.model.postprocess", "YoloSegments YoloPose L2Normalize"),
     "cpu": "torchpipe_py.backends.model.postprocess:Cpu",
 }
 

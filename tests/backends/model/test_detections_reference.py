@@ -164,3 +164,73 @@ def test_nms_equals_torchvisions_to_the_order(classes: int) -> None:
             wanted[own[torchvision.ops.nms(boxes[own], scores[own], 0.5)]] = True
         found = suppress(boxes.numpy(), labels.numpy(), 0.5, count)
         assert found.tolist() == torch.where(wanted)[0].tolist()
+
+
+# -- masks and keypoints ----------------------------------------------------------------------------------------------
+
+
+def segments_output(rng: np.random.Generator, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes with 32 coefficients, and smooth prototypes as networks have them."""
+    import cv2
+
+    output = yolo_output(rng, classes, INPUT, 25)
+    coefficients = rng.normal(0, 1, (1, 32, output.shape[2])).astype(np.float32)
+    shape = INPUT[0] // 4, INPUT[1] // 4
+    coarse = rng.normal(0, 1, (32, 12, 12)).astype(np.float32)
+    prototypes = np.stack([cv2.resize(plane, shape[::-1], interpolation=cv2.INTER_CUBIC) for plane in coarse])[None]
+    return np.concatenate([output, coefficients], 1), prototypes
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_masks_equal_those_of_ultralytics_at_the_original_size() -> None:
+    from pycocotools import mask as coco
+
+    posts = {form: made("YoloSegments", masks=form) for form in ("arrays", "rle", "png", "polygons")}
+    rng = np.random.default_rng(0)
+    least, total = 1.0, 0
+    for index in range(COUNT):
+        output, prototypes = segments_output(rng, 3)
+        size = SIZES[index % len(SIZES)]
+        tensors, item = [torch.from_numpy(output), torch.from_numpy(prototypes)], letterboxed(size, INPUT)
+        (found,) = posts["arrays"].forward(tensors, [item])
+        (rows,) = ultralytics_nms.non_max_suppression(
+            torch.from_numpy(output), nc=3, conf_thres=0.25, iou_thres=0.7, max_det=300
+        )
+        rows[:, :4] = ops.scale_boxes(INPUT, rows[:, :4], size)
+        masks = ops.process_mask_native(tensors[1][0], rows[:, 6:], rows[:, :4], size)
+        kept = masks.amax((-2, -1)) > 0
+        rows, wanted = rows[kept], masks[kept].numpy().astype(bool)
+        compare(found, rows[:, :6].numpy())
+        for mask, other in zip(found.masks, wanted, strict=True):
+            common, either = (mask & other).sum(), (mask | other).sum()
+            assert common / either >= 0.999 or either - common <= 1  # of few pixels, one may round
+            least = min(least, common / either)
+        total += len(found)
+        if index % 10 == 0:
+            import cv2
+
+            (runs,), (files,), (outlines,) = (
+                posts[form].forward(tensors, [item]) for form in ("rle", "png", "polygons")
+            )
+            for mask, run, file, polygons in zip(found.masks, runs.masks, files.masks, outlines.masks, strict=True):
+                assert np.array_equal(coco.decode(run).astype(bool), mask)
+                assert run["counts"] == coco.encode(np.asfortranarray(mask.astype(np.uint8)))["counts"].decode()
+                assert np.array_equal(cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED) > 0, mask)
+                drawn = cv2.drawContours(np.zeros(size, np.uint8), [np.array(each) for each in polygons], -1, 1, -1)
+                assert (drawn.astype(bool) | mask == drawn.astype(bool)).all()  # holes are filled
+    print(f"{total} masks, the least IoU is {least:.5f}")
+
+
+def test_keypoints_equal_those_of_ultralytics() -> None:
+    post = made("YoloPose", keypoints=17)
+    rng = np.random.default_rng(0)
+    for index in range(COUNT):
+        output = yolo_output(rng, 1, INPUT, 100)
+        points = rng.uniform(-10, 430, (1, 51, output.shape[2])).astype(np.float32)
+        output = np.concatenate([output, points], 1)
+        size = SIZES[index % len(SIZES)]
+        (found,) = post.forward([torch.from_numpy(output)], [letterboxed(size, INPUT)])
+        rows = by_ultralytics(output, size, nc=1, conf_thres=0.25, iou_thres=0.7)
+        compare(found, rows[:, :6])
+        wanted = ops.scale_coords(INPUT, torch.from_numpy(rows[:, 6:]).view(-1, 17, 3), size)
+        assert np.abs(found.keypoints - wanted.numpy()).max(initial=0) <= 0.02

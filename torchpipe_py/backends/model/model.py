@@ -90,10 +90,9 @@ class ModelBackend(Backend):
     @classmethod
     def keys_read(cls, params: Mapping[str, Any]) -> Collection[str] | None:
         own, postprocessor = super().keys_read(params), params["postprocessor"]
-        if own is None or not getattr(postprocessor, "takes_items", False):
-            return own
-        reads: Collection[str] | None = getattr(postprocessor, "reads", None)
-        return None if reads is None else {*own, *reads}
+        takes_items = getattr(postprocessor, "takes_items", False)
+        reads: Collection[str] | None = getattr(postprocessor, "reads", None if takes_items else ())
+        return None if own is None or reads is None else {*own, *reads}
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:

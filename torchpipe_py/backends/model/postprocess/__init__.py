@@ -26,6 +26,9 @@ from torchpipe_py.backends.model.postprocess.detections import (
     Yolo5Boxes,
     YoloBoxes,
 )
+from torchpipe_py.backends.model.postprocess.embeddings import L2Normalize
+from torchpipe_py.backends.model.postprocess.masks import YoloSegments
+from torchpipe_py.backends.model.postprocess.pose import YoloPose
 
 __all__ = [
     "BUILT_IN",
@@ -36,6 +39,7 @@ __all__ = [
     "Detector",
     "DetrBoxes",
     "EndToEndBoxes",
+    "L2Normalize",
     "OfClasses",
     "Postprocessor",
     "PostprocessorParam",
@@ -47,13 +51,17 @@ __all__ = [
     "Written",
     "Yolo5Boxes",
     "YoloBoxes",
+    "YoloPose",
+    "YoloSegments",
     "make_postprocessor",
     "read_labels",
     "uses",
 ]
 
-BUILT_IN: tuple[type[Postprocessor], ...] = (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu)
-BUILT_IN += (YoloBoxes, Yolo5Boxes, EndToEndBoxes, DetrBoxes, BoxesScoresLabels, Boxes)
+BUILT_IN: tuple[type[Postprocessor], ...] = (
+    *(SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu, L2Normalize),
+    *(YoloBoxes, Yolo5Boxes, EndToEndBoxes, DetrBoxes, BoxesScoresLabels, Boxes, YoloSegments, YoloPose),
+)
 
 
 def uses(cls: type | str, key: str) -> bool:

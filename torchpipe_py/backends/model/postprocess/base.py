@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torchpipe_py.backends.control.python import configured, declared
-from torchpipe_py.backends.params import Param, Postprocessors
+from torchpipe_py.backends.params import REQUIRED, Param, Postprocessors
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.registry import register_hint
@@ -70,8 +70,9 @@ class PostprocessorParam(Param):
 
 
 def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Postprocessor:
-    """Create ``cls`` with the values of its annotated parameters."""
-    own = params or {}
+    """Create ``cls`` with the values of its declared parameters; by default those of the declaration."""
+    own = {name: param.default for name, param in declared(cls).items() if param.default is not REQUIRED}
+    own.update(params or {})
     postprocessor: Postprocessor = configured(cls, own, {**config, **own})
     return postprocessor
 

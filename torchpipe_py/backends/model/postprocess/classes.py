@@ -8,12 +8,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.image import original
 from torchpipe_py.backends.model.check import ROWS, layout_of
 from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.backends.model.postprocess.base import Postprocessor, Written, read_labels
+from torchpipe_py.backends.model.postprocess.detections import input_size
+from torchpipe_py.backends.model.postprocess.palette import on_original, read_palette
+from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import BYTES, LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
-from torchpipe_py.errors import ConfigError, counted
-from torchpipe_py.keys import TASK_RESULT_KEY
+from torchpipe_py.errors import BackendError, ConfigError, InvalidRequest, counted
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_bool, to_strings
 
 # -- arithmetic of float32, over the classes --------------------------------------------------------------------------
 # NumPy on a CPU: PyTorch's operators wake a pool of threads whose spinning disturbs those that decode.
@@ -180,20 +186,67 @@ class ArgMax(OfClasses):
     """The label of the largest value; beside ``result``, ``score`` is that value and ``class`` the index.
 
     Of an output N×C×…, a mask say, the class index at each place: a CPU tensor 1×…, ``uint8`` for up to 256 classes,
-    else ``int32``.
+    else ``int32``. Of N×C×H×W, with ``original_size`` at the pixels of the original image, and with a ``palette`` a Mat
+    H×W×3 in these colours, ``color`` ``rgb``.
     """
 
     takes_planes = True
+    takes_items = True
+    reads: ClassVar[Collection[str]] = original.KEYS
+
+    palette = Param(to_strings, (), doc="colours of the classes of a map, #rrggbb each, or voc: a picture")
+    original_size = Param(to_bool, False, doc="whether a map has the size of the original image")
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        super().init(config)
+        self._colours = read_palette(self.palette) if self.palette else None
+
+    def check(self, shape: Sequence[int | None]) -> None:
+        super().check(shape)
+        if not (self.palette or self.original_size):
+            return
+        if len(shape) != 4:
+            raise ConfigError(f"palette and original_size are for maps, of an output NxCxHxW, got {shown_dims(shape)}")
+        if self._colours is not None and (shape[1] or 0) > len(self._colours):
+            raise ConfigError(f"palette has {counted(len(self._colours), 'colour')}, the model {shape[1]} classes")
+
+    def forward(self, outputs: list[Any], items: Sequence[Data] = ()) -> list[Any]:  # type: ignore[override]
+        return self.on_host(self.on_device(outputs), items)
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
         return [_largest(outputs[0], _floats)]
 
-    def on_host(self, tensors: list[Any]) -> list[Any]:
-        return _results_of_largest(tensors[0], self.label)
+    def on_host(self, tensors: list[Any], items: Sequence[Data] = ()) -> list[Any]:
+        if not (self.palette or self.original_size):
+            return _results_of_largest(tensors[0], self.label)
+        results: list[Any] = []
+        for classes, item in zip(to_numpy(tensors[0]), items, strict=True):
+            try:
+                results.append(self._map(classes, item))
+            except (InvalidRequest, BackendError) as error:
+                results.append(error)
+        return results
+
+    def _map(self, classes: np.ndarray, item: Data) -> Any:
+        """The result for a map h×w of class indices."""
+        if self.original_size:
+            size = input_size(item[TASK_DATA_KEY])
+            classes = on_original(classes, size, original.way_back(item, *size))
+        if self._colours is not None:
+            return Written({TASK_RESULT_KEY: self._colours[classes], TASK_COLOR_KEY: "rgb"})
+        import torch
+
+        return torch.from_numpy(classes[None].copy())
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        return _specs_of_largest(outputs, self._labels is not None)
+        specs = _specs_of_largest(outputs, self._labels is not None)
+        if not (self.palette or self.original_size) or not specs:
+            return specs
+        sides = (None, None) if self.original_size else specs[0].dims[1:]
+        if self._colours is None:
+            return [replace(specs[0], dims=(specs[0].dims[0], *sides))]
+        return [TensorSpec(TASK_RESULT_KEY, (specs[0].dims[0], *sides, 3), "uint8")]
 
 
 class SoftmaxArgMax(OfClasses):

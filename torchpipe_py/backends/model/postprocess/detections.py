@@ -47,7 +47,6 @@ MOST_CANDIDATES = 30_000
 """Boxes of an image before non-maximum suppression; of more, those with the best scores."""
 
 
-
 class Detector(Postprocessor):
     """A built-in postprocessor of a detector: ``Detections`` for each item, on its original image, the best first.
 
@@ -293,11 +292,24 @@ class Boxes(Detector):
     activation, normalised = ACTIVATION, NORMALISED
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
+        if "kpt_shape" in self.metadata:
+            raise ConfigError("Boxes: the model's metadata names keypoints, which YoloPose reads")
         if len(outputs) > 1:
             return (Detr, Listed)
-        rows = outputs[0].dims[-2] if len(outputs[0].dims) > 1 else None
+        rows = rows_of(outputs[0])
+        if rows == OF_PEOPLE and not self.names:
+            raise ConfigError("Boxes: an output Nx56xA has 17 keypoints (YoloPose), or 52 classes: name YoloBoxes then")
         is_short = rows is not None and rows <= MOST_ROWS  # YOLOv5 has thousands of rows
         return (Yolo, EndToEnd) if is_short else (Yolo, Yolo5, EndToEnd)
+
+
+OF_PEOPLE = 56
+"""Channels of a YOLO for COCO's keypoints."""
+
+
+def rows_of(output: TensorSpec) -> int | None:
+    """The second dimension of an output from the end, as far as it is declared."""
+    return output.dims[-2] if len(output.dims) > 1 else None
 
 
 _NAMES = {
@@ -309,4 +321,7 @@ _NAMES = {
 }
 """The postprocessor of each layout."""
 
-OTHERS = f"postprocessors of detectors: {', '.join(_NAMES.values())}; Boxes finds the layout by the shapes"
+OTHERS = (
+    f"postprocessors of detectors: {', '.join(_NAMES.values())}, YoloSegments (with masks), YoloPose (with keypoints); "
+    "Boxes finds the layout of boxes by the shapes"
+)

@@ -102,7 +102,7 @@ class Yolo(Layout):
     def on_device(self, outputs: list[Any]) -> list[Any]:
         import torch
 
-        output = outputs[0].float()
+        output = outputs[self.used[0]].float()
         output = output if output.ndim == 3 else output[None]
         scores, classes = output[:, 4 : self._end].max(1, keepdim=True)
         reduced = torch.cat([output[:, :4], scores, classes.float(), output[:, self._end :]], 1)
