@@ -1,13 +1,15 @@
-"""Atomic writes, and the kinds of model files, for error messages."""
+"""Reading, patterns, atomic writes; the kinds of model files, for error messages."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import uuid
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import BinaryIO, Literal
 
 ENCRYPTED = b"\x89TPENC\r\n"
@@ -26,6 +28,8 @@ ZIP = b"PK\x03\x04"
 MOST_READ = 2**28
 """Maximum bytes of a file that is read whole, except a model."""
 
+_MAGIC = re.compile(r"[*?[]")
+
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The content of a file or FIFO; ``OSError`` beyond ``MOST_READ``, since ``/dev/zero``, for example, has no end."""
@@ -34,6 +38,49 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     if len(content) > MOST_READ:
         raise OSError(errno.EFBIG, f"it has more than {MOST_READ >> 20} MiB")
     return content
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a path has ``*``, ``?`` or ``[``."""
+    return _MAGIC.search(text) is not None
+
+
+def iter_matches(pattern: str) -> Iterator[str]:
+    """The files that a pattern matches, the names of one folder in memory at a time, each folder's in order.
+
+    ``**`` is any number of folders; ``*`` and ``?`` match no name that begins with a dot, as in a shell.
+    """
+    top = re.match(r"/*", pattern)
+    root = top[0] if top else ""
+    parts = [part for part in pattern[len(root) :].split("/") if part not in ("", ".")]
+    yield from _below(root, parts)
+
+
+def _below(folder: str, parts: list[str]) -> Iterator[str]:
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        yield from _below(folder, rest or ["*"])
+        for name in _names(folder, "*"):
+            path = os.path.join(folder, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                yield from _below(path, parts)
+        return
+    names = _names(folder, part) if is_pattern(part) else [part]
+    for name in names:
+        path = os.path.join(folder, name)
+        if rest:
+            if os.path.isdir(path):
+                yield from _below(path, rest)
+        elif os.path.isfile(path):
+            yield path
+
+
+def _names(folder: str, part: str) -> list[str]:
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:  # as glob does
+        return []
+    return sorted(name for name in names if fnmatchcase(name, part) and (part[0] == "." or name[0] != "."))
 
 
 def output_problem(path: str | os.PathLike[str], replaces: bool = False) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -26,34 +26,50 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
 def find_images(folder: str | os.PathLike[str]) -> list[Path]:
+    """The images of ``iter_images`` as a list."""
+    return list(map(Path, iter_images(folder)))
+
+
+def iter_images(folder: str | os.PathLike[str]) -> Iterator[str]:
     """All files below ``folder`` with one of ``IMAGE_SUFFIXES``, in any case, in the order of their paths.
 
-    Named pipes, sockets and other non-files are left out. Paths start with ``folder``. Raises ``OSError`` if ``folder``
-    is not a folder, cannot be read or holds no image; the message is complete and begins with the folder's path.
+    Named pipes, sockets and other non-files are left out. Paths start with ``folder``. Only the names of one folder at
+    a time, and of those around it, are in memory. Raises ``OSError`` if ``folder`` is not a folder, cannot be read or
+    holds no image; the message is complete and begins with the folder's path.
     """
     if not os.path.isdir(folder):
         raise NotADirectoryError(f"{folder}: no such directory")
-    paths = [Path(place, name) for place, _, names in os.walk(folder, onerror=_unreadable) for name in names]
-    images = sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES and _is_readable(path))
-    if not images:
+    is_empty = True
+    for path in _images_below(os.fspath(folder)):
+        is_empty = False
+        yield path
+    if is_empty:
         raise FileNotFoundError(f"{folder}: no image in it (looked for {' '.join(IMAGE_SUFFIXES)})")
-    return images
+
+
+def _images_below(folder: str) -> Iterator[str]:
+    try:
+        with os.scandir(folder) as entries:
+            named = sorted((each.name, each.is_dir(follow_symlinks=False), each.is_file()) for each in entries)
+    except OSError as error:
+        raise PermissionError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    for name, is_folder, is_file in named:
+        path = os.path.join(folder, name)
+        if is_folder:
+            yield from _images_below(path)
+        # A broken link is one of them, and reading it reports the error; reading a FIFO or device may never end.
+        elif (
+            name.lower().endswith(IMAGE_SUFFIXES)
+            and name.lower() not in IMAGE_SUFFIXES
+            and (is_file or not os.path.exists(path))
+        ):
+            yield path
 
 
 def label_of(path: PurePath, folder: PurePath) -> str:
     """The label of an image of ``find_images(folder)``: ``circle`` of ``circle/03.jpg`` and of ``circle_03.jpg``."""
     first, *others = path.relative_to(folder).parts
     return first if others else path.stem.rpartition("_")[0] or path.stem
-
-
-def _is_readable(path: Path) -> bool:
-    """Whether ``path`` is a file or a broken link; not a FIFO or device, from which reading may never end."""
-    # NOTE: os.path, since pathlib raises for a link into a forbidden folder. Reading it reports the error.
-    return os.path.isfile(path) or not os.path.exists(path)
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise PermissionError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 @on_tensors
