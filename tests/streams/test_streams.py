@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -15,7 +16,7 @@ import pytest
 from kit.videos import web_server, write_video
 from kit.waits import WAIT, eventually
 
-from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
+from torchpipe_py import ConfigError, DecodeError, ItemBackend, Registry, pipe
 from torchpipe_py.plan.config import Place
 from torchpipe_py.streams import Streams
 from torchpipe_py.streams import source as source_module
@@ -60,6 +61,40 @@ def bright(backend="Bright", **keys):
     registry.register_backend(Slow)
     with pipe({"backend": backend, "instance_num": 2, **keys}, registry=registry) as run:
         yield run
+
+
+@pytest.fixture(scope="module")
+def shots(tmp_path_factory):
+    """A folder of three images, one of them in another folder, and of a file that is not an image."""
+    folder = tmp_path_factory.mktemp("shots")
+    (folder / "b").mkdir()
+    for name, brightness in {"a.png": 10, "b/c.png": 20, "d.png": 30}.items():
+        cv2.imwrite(str(folder / name), np.full((8, 8, 3), brightness, np.uint8))
+    (folder / "e.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.mark.parametrize(("source", "names"), [("", ["a", "b/c", "d", "e"]), ("/*.png", ["a", "d", "e"])])
+def test_folder_and_pattern_give_every_image(shots, source, names):
+    with bright() as run, Streams(run, {"a": {"source": f"{shots}{source}"}}) as streams:
+        frames = list(streams)
+        state = streams.stats()["a"]["state"]
+    assert state == "ended"
+    assert [frame.path for frame in frames] == [f"{shots}/{name}.png" for name in names]
+    assert [frame.result for frame in frames[:-1]] == [{"a": 10, "b/c": 20, "d": 30}[name] for name in names[:-1]]
+    assert isinstance(frames[-1].error, DecodeError)
+    assert json.loads(frames[0].to_line())["path"] == f"{shots}/a.png"
+
+
+def test_relative_folder_is_beside_the_configuration(shots):
+    assert read_stream("a", {"source": "b"}, Place(f"{shots}/streams.toml")).source == f"{shots}/b"
+    assert read_stream("a", {"source": "b/*"}, Place(f"{shots}/streams.toml")).source == f"{shots}/b/*"
+    kept = [
+        read_stream("a", table, Place(f"{shots}/x")).keep for table in ({"source": "b"}, {"source": "b", "keep": 3})
+    ]
+    assert kept == ["all", 3]
+    with pytest.raises(ConfigError, match=r"no such file: 'c/\*'"):
+        read_stream("a", {"source": "c/*"}, Place(f"{shots}/streams.toml"))
 
 
 @pytest.mark.parametrize("decoder", ["pyav", "opencv"])

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
+from torchpipe_py.files import is_pattern, iter_matches
 from torchpipe_py.plan.config import DEFAULT_NODE, GLOBAL, Place, parse_toml
 from torchpipe_py.registry import default as registry
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_str
@@ -39,9 +40,11 @@ class StreamOptions:
     """The configuration of one stream; each attribute is a key of its table, or of the top level for every stream."""
 
     source = Param(
-        to_str, doc="a file, `rtsp://…`, `http://…` or `/dev/video0`; `${NAME}` is read from the environment"
+        to_str,
+        doc="a file, a folder of images, a pattern as `shots/*.jpg`, `rtsp://…`, `http://…` or `/dev/video0`; "
+        "`${NAME}` is read from the environment",
     )
-    keep = Param(to_keep, LATEST, doc="frames that wait: `latest`, `all`, or a number of the newest")
+    keep = Param(to_keep, LATEST, doc="frames that wait: `latest`, `all`, or a number of the newest; of images all")
     fps = Param(to_float, 0.0, low=0.0, high=1000.0, doc="take no more frames than that in a second; 0: all of them")
     live = Param(to_bool, None, doc="play a file as fast as its clock goes; default: unless all frames are kept")
     repeat = Param(to_bool, False, doc="play a file again when it ends")
@@ -74,7 +77,9 @@ class StreamOptions:
         self.shown = values["source"]
         vars(self).update(values)
         self.source = source
-        self.is_file = "://" not in source and not source.startswith("/dev/")
+        self.is_file = _is_local(source)
+        self.is_images = self.is_file and not _is_file(source)
+        """Whether it is a folder or a pattern: its frames are images, without a clock."""
         if self.live is None:
             self.live = self.keep != ALL
         self._secrets = secrets
@@ -168,12 +173,25 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place, entered: Ente
     filled: list[str] = []
     source = _VARIABLE.sub(lambda match: _variable(match[1], where, filled), values["source"])
     secrets = {secret for secret in (*filled, *_secrets(source, where)) if len(secret) > 1}
-    options = StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
-    if options.is_file and not _is_file(source):
-        options.source = str(Path(place.source).parent / source)
-        if not _is_file(options.source):
+    if _is_local(source):
+        beside = str(Path(place.source).parent / source)
+        found = next((path for path in (source, beside) if source and _exists(path)), None)
+        if found is None:
             raise where.error(f"no such file: {quoted(values['source'])}, here or beside the configuration")
-    return options
+        source = found
+        if not _is_file(source) and "keep" not in table:
+            values["keep"] = ALL
+    return StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
+
+
+def _is_local(source: str) -> bool:
+    """Whether a source is a file, a folder or a pattern."""
+    return "://" not in source and not source.startswith("/dev/")
+
+
+def _exists(path: str) -> bool:
+    """Whether there is a file or folder, or one that a pattern matches."""
+    return _is_file(path) or os.path.isdir(path) or (is_pattern(path) and any(iter_matches(path)))
 
 
 def _is_file(path: str) -> bool:

@@ -1,7 +1,8 @@
-"""Frames out of files, network streams and devices, by PyAV, OpenCV, or PyAV and a GPU."""
+"""Frames out of files, network streams and devices, by PyAV, OpenCV, or PyAV and a GPU; images of a folder."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -10,7 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchpipe_py.backends.image.decode import FORMATS, MatDecoder
+from torchpipe_py.backends.image.files import iter_images
 from torchpipe_py.errors import BackendUnavailable, first_line, logger
+from torchpipe_py.files import iter_matches, read_bytes
 from torchpipe_py.streams.config import StreamOptions
 from torchpipe_py.streams.nvdec import GpuFrames, UndecodableError, to_tensor
 
@@ -32,6 +36,8 @@ class Picture(NamedTuple):
     to_image: Callable[[], Any]
     """H×W×3 ``uint8`` BGR; or, for ``decoder = "pynvvideocodec"``, a Tensor 1×3×H×W ``uint8`` RGB."""
     color: str = "bgr"
+    path: str = ""
+    """Of a file that is an image of its own."""
 
 
 def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
@@ -39,6 +45,8 @@ def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Pic
 
     ``BackendUnavailable`` if PyAV is needed and missing.
     """
+    if options.is_images:
+        return _of_images(options.source, stop)
     if options.decoder != "opencv":
         try:
             import av
@@ -49,6 +57,23 @@ def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Pic
         else:
             return _by_pyav(av, options, stop)
     return _by_opencv(options, stop)
+
+
+def _of_images(source: str, stop: threading.Event) -> Iterator[Picture]:
+    """The images of a folder, or the files that a pattern matches, in the order of their paths."""
+    decode = MatDecoder("bgr", (*FORMATS, "tiff"), MOST_PIXELS)
+    try:
+        for path in iter_images(source) if os.path.isdir(source) else iter_matches(source):
+            if stop.is_set():
+                return
+            yield Picture(None, partial(_decoded, decode, path), path=path)
+    except OSError as error:
+        raise SourceError(first_line(error)) from error
+
+
+def _decoded(decode: MatDecoder, path: str) -> np.ndarray:
+    mat: np.ndarray = decode(read_bytes(path))
+    return mat
 
 
 def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:

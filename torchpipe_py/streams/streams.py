@@ -61,11 +61,14 @@ class Frame:
     """Seconds from its arrival, or its due time by a file's clock, to its result."""
     seen: float = field(default=0.0, repr=False)
     is_done: bool = field(default=False, repr=False)
+    path: str = ""
+    """Of an image that is a file of its own."""
 
     def to_line(self) -> bytes:
-        """A line of JSON: stream and number of the frame, times in seconds, and the result or the error."""
+        """A line of JSON: stream, file and number of the frame, times in seconds, and the result or the error."""
         members = {
             "stream": json.dumps(self.stream),
+            **({"path": json.dumps(self.path)} if self.path else {}),
             "number": str(self.number),
             "pts": "null" if self.pts is None else f"{self.pts:.4f}",
             "age": f"{self.age:.4f}",
@@ -243,6 +246,7 @@ class Streams:
                 stream.is_converting = stream.is_entering = True
                 name = stream.options.name
                 frame = Frame(name, waiting.number, waiting.picture.pts, waiting.dropped_before, seen=waiting.seen)
+                frame.path = waiting.picture.path
                 self._order.setdefault(stream, deque()).append(frame)
             self._submit(stream, waiting, frame)
 
