@@ -11,6 +11,10 @@ SWITCH_SECONDS = 0.0005
 """Longest wait for the GIL of a thread that returns from OpenCV or a GPU; Python's default is 5 ms."""
 
 
+NVIDIA = Path("/dev/nvidiactl")
+"""Exists if an NVIDIA GPU can be used."""
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """The cores of the affinity, or the CPU quota of the process's cgroups, rounded up, if that is less.
 

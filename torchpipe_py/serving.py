@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import metrics
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.cores import limit_threads, usable_cores
+from torchpipe_py.cores import NVIDIA, limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
@@ -49,7 +49,15 @@ from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import Tables, used_backends
 from torchpipe_py.plan.folder import NO_MODEL, Folder, list_models, name_of, read_folder, version_of
-from torchpipe_py.plan.sharing import engine_part, same_shared, sections, shared_files, shared_nodes, usual_engines
+from torchpipe_py.plan.sharing import (
+    engine_part,
+    same_shared,
+    sections,
+    shared_files,
+    shared_nodes,
+    usual_engines,
+    usual_workers,
+)
 from torchpipe_py.proc.child import ChildProcess, Joined, describe_ending
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
 from torchpipe_py.registry import import_all
@@ -110,6 +118,7 @@ __all__ = [
     "NODE_GAUGES",
     "NODE_TIMES",
     "NO_MODEL",
+    "NVIDIA",
     "OK",
     "PLACES",
     "SINCE_START",
@@ -217,6 +226,7 @@ __all__ = [
     "usable_cores",
     "used_backends",
     "usual_engines",
+    "usual_workers",
     "values",
     "version_of",
     "watch_on",

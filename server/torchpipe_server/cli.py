@@ -14,11 +14,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from torchpipe_py import ConfigError, TorchpipeError
-from torchpipe_py.serving import counted
+from torchpipe_py.serving import NVIDIA, counted
 from torchpipe_server.front.hosts import is_loopback
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
@@ -27,9 +26,6 @@ from torchpipe_server.options import Options, parse_options
 from torchpipe_server.supervisor.slots import http_connections, most_connections
 
 logger = logging.getLogger("torchpipe_server")
-
-MOST_WORKERS = 8  # if derived from the number of cores
-NVIDIA = Path("/dev/nvidiactl")  # exists if an NVIDIA GPU can be used
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,11 +210,10 @@ def _fit(options: Options, files: int) -> Options:
 
 
 def _usual_workers(options: Options, tables: Any, files: int) -> int:
-    """The default number of workers: the GIL lets one use a single core, but a custom handler may keep state."""
-    from torchpipe_py.serving import shared_nodes, usable_cores
+    """The default number of workers; a custom handler may keep state."""
+    from torchpipe_py.serving import usable_cores, usual_workers
 
-    has_copies = NVIDIA.exists() and not shared_nodes(tables)  # of models on the GPU
-    workers = 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())
+    workers = 1 if options.handler else usual_workers(tables, usable_cores(), NVIDIA.exists())
     while workers > 1 and most_connections(files, workers) < options.max_connections:
         workers -= 1  # keep the connections instead
     return workers

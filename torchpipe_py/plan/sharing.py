@@ -20,6 +20,9 @@ from torchpipe_py.values import Value
 _INSIDE = (*RUNS, "or")
 """Filters that affect only their own node, or end a request that has no result."""
 
+MOST_WORKERS = 8
+"""Maximum number of processes with a pipe if it is derived from the number of cores."""
+
 MOST_INFLIGHT = 2**31  # in an engine process, which is limited by its slots
 
 
@@ -41,6 +44,14 @@ def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
         return [node.name for node in load_config(tables).nodes.values() if node.shared]
     except ConfigError:
         return []
+
+
+def usual_workers(tables: Mapping[str, Any], cores: int, has_gpu: bool) -> int:
+    """Processes with a pipe each: one per core, since the GIL lets one use a single core, at most ``MOST_WORKERS``.
+
+    1 with a GPU, unless nodes are shared: each would have a copy of the models on it.
+    """
+    return 1 if has_gpu and not shared_nodes(tables) else min(MOST_WORKERS, cores)
 
 
 def usual_engines(tables: Mapping[str, Any]) -> int:
