@@ -36,6 +36,7 @@ PACKAGE = [
     "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
     "serving",
     "ray tools.from_triton tools.parity tools.quantize tools.tune",
+    "tools.run",
     "cli",
 ]
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]

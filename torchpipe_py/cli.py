@@ -62,6 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in ("encrypt", "from-triton"):
             _add_imports(command)
         command.set_defaults(run=_tool(f"{folder}.command", f"run_{own}"))
+    run_statuses = "exit status: 0 every file has a result, 1 some have errors, 2 it could not run, 130 interrupted"
+    run = commands.add_parser(
+        "run", help="run files through a configuration, with a line for each", epilog=run_statuses
+    )
+    _add_config(run)
+    options.add_run_options(run)
+    run.set_defaults(run=_tool("tools.run.command", "run_run"), error_status=2)
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
     options.add_load_options(bench, clients="client threads")

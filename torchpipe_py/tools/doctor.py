@@ -42,6 +42,7 @@ LIBRARIES = (
     ("cryptography", "cryptography", "encryption", "encrypted models"),
     ("opentelemetry.sdk", "opentelemetry-sdk", "otel", "tracing"),
     ("av", "av", "video", "reading video files and cameras; OpenCV does without it"),
+    ("pyarrow", "pyarrow", "parquet", "torchpipe run --out x.parquet"),
     ("PyNvVideoCodec", "pynvvideocodec", "", "decoding streams on a GPU"),
     ("lmdb", "lmdb", "train", "LmdbImages"),
     ("nvidia.dali", "nvidia-dali-cuda130", "dali", "scripts: training on images that DALI loads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -191,6 +192,51 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=output_file, metavar="FILE", help="write a line of JSON for each frame; default: print it")
     add("--show", action="store_true", help="show frames and boxes in a window of each stream")
     add("--seconds", type=above_zero("seconds"), metavar="S", help="stop after S seconds")
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, is_given, value = text.partition("=")
+    if not is_given or not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, as threshold=0.5, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("expected names, separated by commas")
+    return list(dict.fromkeys(names))
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe run``."""
+    add = parser.add_argument
+    source = (
+        "a folder of images, a pattern as 'shots/**/*.jpg', an image, a video, a tar, a URL, a text file that lists "
+        "these, one a line, or - for such a list on the standard input"
+    )
+    add("source", metavar="SOURCE", help=source)
+    out = "a line for each file: .ndjson, .csv or .parquet; with --draw a folder"
+    add("--out", type=Path, required=True, metavar="OUT", help=out)
+    add("--draw", action="store_true", help="draw results on the pictures; OUT has them, and results.ndjson")
+    add("--restart", action="store_true", help="begin anew: discard an unfinished run, and replace OUT")
+    add("--ordered", action="store_true", help="lines in the order of SOURCE; default: as files are done")
+    content = "content: add the SHA-256 of each file, and compute the same content once; default: path"
+    add("--by", choices=("path", "content"), default="path", help=content)
+    add("--node_name", metavar="NAME", help="the root that files enter, where the configuration has several")
+    outputs = "what lines have of a request's dict, separated by commas; default: result"
+    add("--outputs", type=_names, default=["result"], metavar="KEYS", help=outputs)
+    parameter = "a parameter of each request, as threshold=0.5: JSON, or else a text; may be repeated"
+    add("--param", type=_parameter, action="append", metavar="NAME=VALUE", help=parameter)
+    workers = "processes, each with a pipe; default: one per core, at most 8, or 1 on a machine with an NVIDIA GPU"
+    add("--workers", type=at_least(0, 1024), default=0, metavar="N", help=workers)
+    silent = "seconds after which a process without an answer is replaced; default %(default)g"
+    add("--timeout", type=above_zero("seconds"), default=300.0, metavar="S", help=silent)
+    add("--ray", metavar="ADDRESS", help="run over Ray Data on this cluster instead: auto, local, ray://host:10001")
+    add("--no-progress", dest="progress", action="store_false", help="no line of progress on the standard error")
 
 
 def to_bytes(text: str) -> int:

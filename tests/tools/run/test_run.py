@@ -1,0 +1,497 @@
+"""``torchpipe run``: sources, lines, statuses, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import glob
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from conftest import Register, encode, picture
+from kit.backends import returns
+from kit.videos import web_server, write_video
+from kit.waits import PROGRAM_WAIT, WAIT, eventually, run
+
+from torchpipe_py import cli, pipe
+from torchpipe_py.errors import NoResult
+from torchpipe_py.files import iter_matches
+from torchpipe_py.plan.config import Tables
+from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.run import command
+from torchpipe_py.tools.run.journal import Journal
+from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings
+from torchpipe_py.tools.run.outputs import check_kind, write_table
+from torchpipe_py.tools.run.pictures import picture_name
+from torchpipe_py.tools.run.progress import Progress, progress_line
+from torchpipe_py.tools.run.sources import open_source
+from torchpipe_py.wire.answers import failure
+from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.infer import Asked, answer_of
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO = f"""
+backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,OnnxTensor]"
+resize_h = 64
+resize_w = 64
+color = "rgb"
+model = "{ROOT}/configs/demo/model.onnx"
+mean = "123.675, 116.28, 103.53"
+std = "58.395, 57.12, 57.375"
+postprocessor = "SoftmaxMax"
+labels = "{ROOT}/configs/demo/labels.txt"
+"""
+CODE = '''
+import os, signal, threading
+from torchpipe_py import ItemBackend, register_backend
+
+@register_backend
+class ByText(ItemBackend):
+    """The length of a text, or the parameters; ``poison`` kills the process, ``hang`` never ends."""
+
+    def forward_item(self, item):
+        text = item["data"].decode()
+        with open("computed", "a") as file:
+            file.write(f"{text}\\n")
+        if text == "poison":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "bad":
+            raise ValueError("a bad file")
+        if text == "hang":
+            open("hangs", "w").close()
+            threading.Event().wait()
+        item["result"] = item.get("parameters") or len(text)
+'''
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with ``demo.toml``, and ``text.toml`` of ``ByText``."""
+    (tmp_path / "demo.toml").write_text(DEMO)
+    (tmp_path / "text.toml").write_text('backend = "ByText"\ninstance_num = 1\n')
+    (tmp_path / "own_code.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def program(*arguments: object) -> list[str]:
+    python = "import sys; from torchpipe_py.cli import main; sys.exit(main())"
+    return [sys.executable, "-c", python, "run", *map(str, arguments)]
+
+
+def by_text(*arguments: object) -> list[str]:
+    return program("text.toml", *arguments, "--import", "own_code.py", "--workers", 1)
+
+
+def write_files(folder: Path, **texts: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.jpg").write_text(text)
+    return folder
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+# --- a run with processes
+
+
+def test_every_kind_of_source_in_a_list(here: Path) -> None:
+    pytest.importorskip("av")
+    jpeg = encode(picture(60, 80))
+    (here / "a.jpg").write_bytes(jpeg)
+    (here / "same.jpg").write_bytes(jpeg)
+    (here / "bad.jpg").write_bytes(b"no image")
+    os.mkfifo(here / "fifo.jpg")
+    with tarfile.open(here / "b.tar", "w") as tar:
+        for name, content in {"x/1.jpg": jpeg, "x/1.txt": b"1", "x/2.png": encode(picture(9, 8, 1), ".png")}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    whole = (here / "b.tar").read_bytes()
+    (here / "cut.tar").write_bytes(whole[: len(jpeg) // 2])
+    write_video(here / "c.mp4", [0, 128, 255])
+    (here / "no.mp4").write_bytes(b"no video")
+
+    def respond(handler: Any, _: int) -> None:
+        if handler.path == "/a.jpg":
+            handler.send_response(200)
+            handler.end_headers()
+            handler.wfile.write(jpeg)
+        else:
+            handler.send_error(404)
+
+    with web_server(respond) as port:
+        web = f"http://127.0.0.1:{port}"
+        names = ["a.jpg", "none.jpg", "bad.jpg", "same.jpg", "a.jpg", "", "fifo.jpg", "b.tar", "cut.tar", "c.mp4"]
+        names += ["no.mp4", f"{web}/a.jpg", f"{web}/b.jpg", "s3://bucket/a.jpg"]
+        (here / "list.txt").write_text("".join(f"{name}\n" for name in names))
+        ended = run(*program("demo.toml", "list.txt", "--out", "out.ndjson", "--ordered", "--by=content"))
+    assert ended.returncode == 1, ended.stderr
+    lines = lines_of(here / "out.ndjson")
+    paths = [line["path"] for line in lines]
+    members, frames = ["b.tar/x/1.jpg", "b.tar/x/2.png"], ["c.mp4"] * 3
+    cut = ["cut.tar/x/1.jpg", "cut.tar"]
+    expected = ["a.jpg", "none.jpg", "bad.jpg", "same.jpg", "fifo.jpg", *members, *cut, *frames, *names[-4:]]
+    assert paths == expected
+    by_path = {line["path"]: line for line in lines}
+    assert {path: line["code"] for path, line in by_path.items() if "error" in line} == {
+        "none.jpg": "unreadable",
+        "bad.jpg": "decode_error",
+        "fifo.jpg": "unreadable",
+        "cut.tar/x/1.jpg": "unreadable",
+        "cut.tar": "unreadable",
+        "no.mp4": "unreadable",
+        f"{web}/b.jpg": "unreadable",
+        "s3://bucket/a.jpg": "unreadable",
+    }
+    assert by_path["none.jpg"]["error"] == "No such file or directory"
+    assert by_path[f"{web}/b.jpg"]["error"] == "the server answered 404 Not Found"
+    assert by_path["s3://bucket/a.jpg"]["error"] == "s3 URLs are not supported: http and https are"
+    assert [line["frame"] for line in lines if line["path"] == "c.mp4"] == [0, 1, 2]
+    with pipe(str(here / "demo.toml")) as bare:
+        label, score = bare({"data": jpeg})["result"]
+    for path in ("a.jpg", "same.jpg", "b.tar/x/1.jpg", f"{web}/a.jpg"):
+        assert (by_path[path]["label"], by_path[path]["score"]) == (label, score)
+        assert by_path[path]["sha256"] == by_path["a.jpg"]["sha256"]
+
+
+def test_same_content_is_computed_once(here: Path) -> None:
+    write_files(here / "files", a="one", b="two", c="one", d="one", e="bad", f="bad")
+    ended = run(*by_text("files", "--out", "out.csv", "--by", "content"))
+    assert ended.returncode == 1, ended.stderr
+    assert sorted((here / "computed").read_text().split()) == ["bad", "one", "two"]
+    with open(here / "out.csv", newline="", encoding="utf-8") as file:
+        rows = {row["path"]: row for row in csv.DictReader(file)}
+    assert [rows[f"files/{name}.jpg"]["result"] for name in "abcdef"] == ["3", "3", "3", "3", "", ""]
+    assert "a bad file" in rows["files/e.jpg"]["error"]
+    assert {rows[f"files/{name}.jpg"]["code"] for name in "ef"} == {"backend_error"}
+
+
+def test_file_that_kills_its_worker_fails_alone(here: Path) -> None:
+    texts = {f"f{number:02}": "x" * number for number in range(1, 20)}
+    write_files(here / "files", **texts, f10a="poison")
+    ended = run(*by_text("files", "--out", "out.ndjson"))
+    assert ended.returncode == 1, ended.stderr
+    lines = {line["path"]: line for line in lines_of(here / "out.ndjson")}
+    assert len(lines) == 20
+    assert lines.pop("files/f10a.jpg")["code"] == "worker_died"
+    assert {line["result"] for line in lines.values()} == set(range(1, 20))
+
+
+def test_worker_that_hangs_is_replaced(here: Path) -> None:
+    write_files(here / "files", a="x", b="hang", c="xx")
+    ended = run(*by_text("files", "--out", "out.ndjson", "--timeout", 1))
+    assert ended.returncode == 1, ended.stderr
+    lines = {line["path"]: line for line in lines_of(here / "out.ndjson")}
+    assert lines["files/b.jpg"]["code"] == "worker_died"
+    assert (lines["files/a.jpg"]["result"], lines["files/c.jpg"]["result"]) == (1, 2)
+
+
+def test_interrupted_run_goes_on(here: Path) -> None:
+    write_files(here / "files", a="x", b="xx", c="hang")
+    command = by_text("files", "--out", "out.ndjson")
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        eventually(lambda: (here / "hangs").exists() or process.poll() is not None, seconds=PROGRAM_WAIT)
+        eventually(lambda: (here / "out.ndjson.partial").read_bytes().count(b"\n") == 2)
+        second = run(*command)
+        assert (second.returncode, second.stderr) == (
+            2,
+            "torchpipe: --out out.ndjson: another run is writing it\n",
+        )
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PROGRAM_WAIT)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "interrupted after 2 lines" in errors
+    assert not (here / "out.ndjson").exists()
+    (here / "files" / "c.jpg").write_text("xxx")
+    assert run(*command).returncode == 0
+    assert sorted(line["result"] for line in lines_of(here / "out.ndjson")) == [1, 2, 3]
+    assert sorted((here / "computed").read_text().split()) == ["hang", "x", "xx", "xxx"]
+
+
+def test_parameters_and_outputs_reach_the_lines(here: Path) -> None:
+    write_files(here / "files", a="x")
+    given = ("--param", "threshold=0.5", "--param", "name=cat", "--outputs", "result,color")
+    assert run(*by_text("files/*.jpg", "--out", "out.ndjson", *given)).returncode == 1
+    (line,) = lines_of(here / "out.ndjson")
+    assert line["error"].startswith("the request has no 'color'")
+    assert run(*by_text("files", "--out", "b.ndjson", *given[:4])).returncode == 0
+    (line,) = lines_of(here / "b.ndjson")
+    assert line == {"path": "files/a.jpg", "result": {"threshold": 0.5, "name": "cat"}}
+
+
+def test_draws_results_on_pictures(here: Path) -> None:
+    folder = here / "images"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.png").write_bytes(encode(picture(60, 80), ".png"))
+    (folder / "deep" / "b.jpg").write_bytes(encode(picture(60, 80, 1)))
+    (folder / "c.jpg").write_bytes(b"no image")
+    ended = run(*program("demo.toml", "images", "--out", "images/drawn", "--draw", "--workers", 1))
+    assert ended.returncode == 1, ended.stderr
+    drawn = folder / "drawn"
+    lines = {line["path"]: line for line in lines_of(drawn / "results.ndjson")}
+    assert {path: line.get("picture") for path, line in lines.items()} == {
+        "images/a.png": "a.png",
+        "images/c.jpg": None,
+        "images/deep/b.jpg": "deep/b.jpg",
+    }
+    assert cv2.imread(str(drawn / "a.png")).shape == (60, 80, 3)
+    assert (cv2.imread(str(drawn / "a.png")) != cv2.imread(str(folder / "a.png"))).any()
+
+
+def test_configuration_that_cannot_be_set_up_ends_the_run(here: Path) -> None:
+    write_files(here / "files", a="x")
+    (here / "bad.onnx").write_bytes(b"\x08\x01")
+    (here / "bad.toml").write_text('backend = "S[DecodeMat,Mat2Tensor,OnnxTensor]"\nmodel = "bad.onnx"\n')
+    ended = run(*program("bad.toml", "files", "--out", "out.ndjson", "--workers", 1))
+    assert ended.returncode == 2
+    assert "bad.onnx" in ended.stderr
+    assert not list(here.glob("out*"))
+
+
+# --- what is refused, before any process is started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("imags --out a.csv", "imags: no such file or folder; did you mean 'images'?"),
+        ("none/x --out a.csv", "none/x: no such file or folder (working directory: "),
+        ("images --out a.txt", "--out a.txt: expected a name that ends in .ndjson, .csv or .parquet, or a folder"),
+        ("images --out none/a.csv", "--out none/a.csv: no such folder: none"),
+        ("images --out images --draw", "--out images: there is a folder images; give another name"),
+        ("images --out b --draw --restart", "--out b: there is a folder b.partial; give another name"),
+        ("images --out a.csv --draw", "--draw: --out is the folder of the pictures then, not a.csv"),
+        ("images --out there.csv", "there.csv: there already; --restart begins anew and replaces there.csv"),
+        ("images --out a.csv --node_name b", "--node_name b: not a root; valid: node"),
+        ("images --out a.csv --outputs path", "--outputs: 'path' is a member of each line already"),
+        ("images --out a.csv --param sequence_id=3", "parameter 'sequence_id': a pipe keeps no state"),
+        ("binary --out a.csv", "binary: not a list of paths in text"),
+    ],
+)
+def test_refuses_mistakes(here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(here / "images", a="x")
+    (here / "there.csv").write_text("x")
+    (here / "binary").write_bytes(b"\0\1")
+    (here / "b.partial").mkdir()
+    assert cli.main(["run", "demo.toml", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(here.glob("a.csv*"))
+    assert (here / "there.csv").read_text() == "x"
+
+
+class Interrupted:
+    """Workers that are interrupted before anything ends."""
+
+    has_room, is_idle, most = True, False, 9
+
+    def add(self, job: Any) -> None:
+        pass
+
+    def take(self) -> Any:
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags", "named"),
+    [
+        ("demo.toml", "", "configuration demo.toml"),
+        ("labels.txt", "", "file {here}/labels.txt"),
+        ("empty.py", "", "file {here}/empty.py"),
+        ("", "--ordered", "argument --ordered"),
+        ("", "--param a=1", "argument --param"),
+        ("", "--by content", "argument --by"),
+    ],
+)
+def test_refuses_to_resume_another_run(
+    here: Path, changed: str, flags: str, named: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(command, "_workers", lambda *_: Interrupted())
+    write_files(here / "files", a="x")
+    monkeypatch.delitem(sys.modules, "empty", raising=False)
+    (here / "empty.py").write_text("")
+    (here / "labels.txt").write_text("\n".join("abcdefgh"))
+    (here / "demo.toml").write_text(DEMO.replace(f"{ROOT}/configs/demo/labels.txt", "labels.txt"))
+    arguments = ["run", "demo.toml", "files", "--out", "a.csv", "--import", str(here / "empty.py")]
+    assert cli.main(arguments) == 130
+    if changed:
+        more = {"demo.toml": "max_pixels = 1000000\n", "labels.txt": "x", "empty.py": "# more\n"}
+        with open(here / changed, "a") as file:
+            file.write(more[changed])
+    arguments += flags.split()
+    sys.modules.pop("empty", None)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"a run with another {named.format(here=here)} is unfinished" in error
+    assert "--restart to begin anew" in error
+    sys.modules.pop("empty", None)
+    assert cli.main([*arguments, "--restart"]) == 130
+
+
+def test_run_of_another_process_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(here / "files", a="x")
+    with open(here / "a.csv.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert cli.main(["run", "demo.toml", "files", "--out", "a.csv"]) == 2
+    assert "another run is writing it" in capsys.readouterr().err
+
+
+def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ToolError, match=r"pip install 'torchpipe_py\[parquet\]'"):
+        check_kind(tmp_path / "a.parquet", draws=False)
+
+
+# --- parts
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        ("cat", 0.1 + 0.2),
+        np.float32([[1, 2.5]]),
+        [{"box": [1, 2, 3, 4], "label": "ü", "score": 0.5}],
+        [np.int64([1]), np.zeros((2, 2), np.uint8)],
+        float("nan"),
+    ],
+)
+def test_line_has_the_members_of_an_answer_to_infer(result: Any, register: Register) -> None:
+    ended: SimpleQueue[Request] = SimpleQueue()
+    maker = LineMaker(Settings(Tables.of({"backend": register(returns(result))})), 1, ended.put)
+    try:
+        maker.start(Job(0, {"path": '"a"'}, "a"), b"x", "")
+        request = ended.get(timeout=WAIT)
+        line = json.loads(maker.line(request))
+    finally:
+        maker.close()
+    try:
+        answer = answer_of({"result": result}, Asked([], ["result"], None), Bound(2**20, "limit"))
+    except NoResult as error:
+        answer = json.dumps(failure(error).body).encode()
+    assert line == {"path": "a", **json.loads(answer)}
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*.jpg", "a/*.jpg", "**/*.jpg", "a/**/*.jpg", "*/b?.jpg", "**/[bc]*", "a/**", "**/b/**/*.jpg", ".h/*"]
+)
+def test_pattern_matches_as_glob_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    for name in ("x.jpg", "a/b1.jpg", "a/c.png", "a/b/b2.jpg", "a/b/c/b3.jpg", ".h/x.jpg", "a/.x.jpg", "b/b.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    found = list(dict.fromkeys(iter_matches(pattern)))
+    assert sorted(found) == sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    absolute = list(dict.fromkeys(iter_matches(f"{tmp_path}/{pattern}")))
+    assert absolute == [f"{tmp_path}/{name}" for name in found]
+
+
+def test_standard_input_lists_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = b"a.jpg\r\n\nb \xff.jpg\n"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+    source = open_source("-")
+    assert source.count() is None
+    assert [item.path for item in source.items()] == ["a.jpg", "b \udcff.jpg"]
+
+
+def test_items_have_an_order_and_a_count(tmp_path: Path) -> None:
+    for name in ("b.jpg", "a/z.jpg", "a/b/y.png", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    source = open_source(str(tmp_path))
+    assert [item.path for item in source.items()] == [
+        f"{tmp_path}/{name}" for name in ("a/b/y.png", "a/z.jpg", "b.jpg")
+    ]
+    assert source.count() == 3
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"path": "c", "resu', b'{"path": "c"}', b"\0\0\0\0\n", b'{"x": 1}\n{"path": "c"}\n']
+)
+def test_torn_end_of_a_journal_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "a.partial"
+    whole = b'{"path": "a", "result": 1}\n{"path": "b", "error": "x", "code": "y"}\n'
+    path.write_bytes(whole + tail)
+    journal = Journal(path)
+    assert (journal.files, journal.errors, len(journal.done)) == (2, 1, 2)
+    journal.add(b"k", b'{"path": "d"}\n', False)
+    journal.close()
+    assert path.read_bytes() == whole + b'{"path": "d"}\n'
+
+
+def test_pictures_of_different_items_have_different_names() -> None:
+    items = [("d/a.jpg", None), ("d/a.png", None), ("d/a.tif", None), ("d/v.mp4", 3), ("/d/a.jpg", None)]
+    items += [("../a.jpg", None), ("_/a.jpg", None), ("http://h/a.jpg?b", None), ("http://h/a.jpg?c", None)]
+    names = [picture_name(path, "d", frame) for path, frame in items]
+    assert names[:4] == ["a.jpg", "a.png", "a.tif.jpg", "v.mp4/000003.jpg"]
+    assert len(set(names)) == len(names)
+    assert not any(name.startswith(("/", "../")) or "/../" in name for name in names)
+
+
+def test_progress_shows_rate_and_time_left() -> None:
+    assert progress_line(1200, 1, 50.0, 10_000) == "1,200 of 10,000 files, 1 error, 50.0/s, 2 min 56 s left"
+    assert progress_line(1200, 0, 50.0, None) == "1,200 files, 50.0/s"
+
+
+def test_progress_without_a_terminal_is_silent_at_first(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(True, lambda: 3, 0)
+    progress.show(1, 0)
+    progress.close()
+    assert capsys.readouterr().err == ""
+
+
+ROWS = [
+    {"path": "a\ud800", "result": {"dtype": "float32", "shape": [3], "data": [1, 2.5, 3]}, "score": 0.5, "n": 1},
+    {"path": "b", "error": "x", "code": "y"},
+    {"path": "c", "result": {"dtype": "float32", "shape": [3], "data": [4, 5, 6]}, "score": 1, "boxes": [{"box": [1]}]},
+]
+
+
+def rows() -> Any:
+    return iter([json.dumps(row).encode() + b"\n" for row in ROWS])
+
+
+def test_csv_has_a_column_for_each_member(tmp_path: Path) -> None:
+    write_table("csv", rows, tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text().splitlines() == [
+        "path,result,score,n,boxes,error,code",
+        r'a\ud800,"{""dtype"": ""float32"", ""shape"": [3], ""data"": [1, 2.5, 3]}",0.5,1,,,',
+        "b,,,,,x,y",
+        r'c,"{""dtype"": ""float32"", ""shape"": [3], ""data"": [4, 5, 6]}",1,,"[{""box"": [1]}]",,',
+    ]
+
+
+def test_parquet_has_lists_for_arrays_of_one_shape(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write_table("parquet", rows, tmp_path / "a.parquet")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert table.column("result").to_pylist() == [[1.0, 2.5, 3.0], None, [4.0, 5.0, 6.0]]
+    assert table.schema.field("result").metadata == {b"shape": b"[3]"}
+    assert table.column("score").to_pylist() == [0.5, None, 1.0]
+    assert table.column("boxes").to_pylist() == [None, None, '[{"box": [1]}]']
+    assert table.column("error").to_pylist() == [None, "x", None]

@@ -1,0 +1,1 @@
+"""``torchpipe run``: all files of a source through a configuration, with a line for each; it resumes."""
