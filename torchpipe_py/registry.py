@@ -43,6 +43,7 @@ BUILT_IN_BACKENDS = {
     **_in("backends.image.ops", "LetterBoxTensor DynamicResizeTensor ResizeShorterTensor CenterCropTensor CropTensor"),
     **_in("backends.image.ops", "CopyMakeBorderTensor"),
     **_in("backends.image.tensor", "Mat2Tensor cvtColorTensor Tensor2Mat Tensor2Vector"),
+    **_in("backends.image.normalize", "NormalizeMat NormalizeTensor"),
     **_in("backends.image.files", "SaveTensor SaveMat LoadTensor"),
     **_in("backends.cuda", "SyncTensor"),
     **_in("backends.model.onnx", "OnnxTensor"),

@@ -54,7 +54,7 @@ def test_every_built_in_backend_keeps_the_contract(name: str, classifier: str, t
     folder, tensor = str(tmp_path / "saved"), str(tmp_path / "tensor.pt")
     samples = {"save_dir": folder, "tensor_name": tensor, "model": model, "trusted": True}
     samples |= {"color": "rgb", "resize_h": 32, "resize_w": 48, "max_h": 32, "max_w": 64}
-    samples |= {"jump": "other", "range": "1,4", "size": 32, "crop_h": 24, "crop_w": 24}
+    samples |= {"mean": 127.5, "std": 60, "jump": "other", "range": "1,4", "size": 32, "crop_h": 24, "crop_w": 24}
     needed = {
         param.key: samples[param.key]
         for param in params.values()

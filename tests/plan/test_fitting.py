@@ -34,6 +34,8 @@ PARAMS: dict[str, Any] = {
     **dict.fromkeys(("resize_h", "max_h", "crop_h", "size"), 8),
     **dict.fromkeys(("resize_w", "max_w", "crop_w"), 9),
     "color": "rgb",
+    "mean": 127.5,
+    "std": "50, 60, 70",
     "align": 8,
     "widths": 16,
     "box": [0, 0, 8, 8],

@@ -145,6 +145,9 @@ class Backend:
     is_model = False
     """It takes the channels of an image in any order, without checking it."""
 
+    normalises = False
+    """Its output image is normalised: by ``mean`` and ``std``, to float32."""
+
     passes_on = False
     """Its ``result`` is its ``data``."""
 
@@ -258,7 +261,7 @@ class Backend:
 
     @classmethod
     def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
-        """Why it does not accept such an image, for each of ``height``, ``width`` and ``channels`` that is wrong."""
+        """Why it does not accept such an image, by ``kind``, ``height``, ``width`` or ``channels``, if it is wrong."""
         return {}
 
     @classmethod

@@ -17,12 +17,16 @@ ENCODED, MAT, TENSOR, NUMBERS = "encoded bytes", "a Mat", "a Tensor", "a list of
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """Known properties of an image before anything runs: its kind, size in pixels and channels; ``None``: unknown."""
+    """Known properties of an image before anything runs: its kind, size in pixels and channels; ``None``: unknown.
+
+    ``is_normalised``: ``mean`` and ``std`` were applied, so it is of float32.
+    """
 
     kind: str
     height: int | None = None
     width: int | None = None
     channels: int | None = None
+    is_normalised: bool = False
 
 
 @dataclass(frozen=True)

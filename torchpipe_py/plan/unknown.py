@@ -61,7 +61,10 @@ ELSEWHERE = {
 }
 """Keys of other servers and their equivalents here; docs/migrating.md lists them too."""
 
-_NORMALISE = "'mean' and 'std' of the model's node normalise, of pixels from 0 to 255"
+_NORMALISE = (
+    "'mean' and 'std' of the model's node normalise, of pixels from 0 to 255; NormalizeMat and NormalizeTensor do it "
+    "for a model that cannot have them inside"
+)
 BACKENDS_ELSEWHERE = {
     "normalize": _NORMALISE,
     "onnx": "OnnxTensor",
