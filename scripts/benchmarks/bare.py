@@ -125,13 +125,14 @@ class Classifier:
     def __init__(self, model: str, size: int, threads: int = 1, allow_spinning: bool = False) -> None:
         import onnxruntime
 
+        from torchpipe_py.backends.model.normalisation import Normalisation
         from torchpipe_py.backends.model.onnx_graph import normalized_model
         from torchpipe_py.encryption.model_file import ModelFile
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(allow_spinning)))
-        content = normalized_model(ModelFile(model), MEAN, STD)
+        content = normalized_model(ModelFile(model), Normalisation(MEAN, STD))
         self._session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         self._input, self._size = self._session.get_inputs()[0].name, size
 

@@ -25,7 +25,8 @@ class Param:
     ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
     ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` requires an existing file, ``kept``
     marks a file that the backend writes; ``key`` is the name in the configuration if it differs from the attribute's,
-    ``also`` holds further names.
+    ``also`` holds further names. ``named``: the last word of ``key``, after ``::``, stands for any name, and the value
+    is a tuple of pairs, the name and the typed value, sorted.
     On an instance the attribute is the typed value.
     """
 
@@ -42,10 +43,11 @@ class Param:
         kept: bool = False,
         key: str = "",
         also: Sequence[str] = (),
+        named: bool = False,
     ) -> None:
         self.convert, self.default, self.doc = convert, default, doc
         self.low, self.high, self.choices, self.file, self.kept = low, high, tuple(choices), file, kept
-        self.key, self.also = key, tuple(also)
+        self.key, self.also, self.named = key, tuple(also), named
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.key = self.key or name

@@ -44,7 +44,7 @@ class FilterPlan:
 class BackendPlan:
     """A backend that can be built: class, typed parameters, children, and the filters before the children.
 
-    ``keys`` maps a parameter to the key it was read from, if there is one.
+    ``keys`` maps a parameter to the key it was read from, if there is one; of a ``named`` one, each bare key.
     """
 
     cls: type[Backend]
@@ -238,6 +238,13 @@ class Binder:
         # Handle files to be written last: they go to the folder where the files to be read were found.
         for name, param in sorted(declared.items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
+            if param.named:
+                found = self._named(scope, param)
+                values = {each: self._value(key, scope, param, position) for each, key in found.items()}
+                params[name] = tuple(sorted(values.items()))
+                prefix = param.key.rpartition("::")[0]
+                keys |= {f"{prefix}::{each}": key for each, key in found.items()}
+                continue
             key = self._key(scope, param)
             params[name] = self._value(key, scope, param, position)
             if key is None:
@@ -261,7 +268,7 @@ class Binder:
         keys = {param.key: read.get(name, param.key) for name, param in cls.parameters().items()}
         own = [name for name, key in keys.items() if key in self.node.own]
         for remark in cls.remarks(params, own):
-            key = keys[remark.key]
+            key = keys.get(remark.key) or read.get(remark.key, remark.key)
             if remark.is_unused and takers[key] > 1:
                 continue  # another backend of the node takes it
             place = self.node.at(key) if key in self.node.params else replace(self.node.place, key=key)
@@ -323,6 +330,21 @@ class Binder:
             if name != names[0][0]:
                 self.problems.add(self.node.at(key).error(f"another name of {names[0][0]!r}, which is set, too"))
         return names[0][1] if names else None
+
+    def _named(self, scope: str, param: Param) -> dict[str, str]:
+        """The keys of the node that set a parameter for one name each, as ``mean::left``, by these names."""
+        prefix = param.key.rpartition("::")[0]
+        starts = [f"{start}::" for start in (prefix, *reversed(_scoped(scope, prefix)))]
+        # A later key wins: the node's over the top level's, a scoped one over a bare one.
+        present = [
+            (key[len(start) :], key)
+            for is_own in (False, True)
+            for start in starts
+            for key in self.node.params
+            if key.startswith(start) and key != start and (key in self.node.own) is is_own
+        ]
+        self.used.update(key for _, key in present)
+        return dict(present)
 
     def _all_params(self, scope: str) -> dict[str, Value]:
         """All bare keys, overridden by the keys of this scope, whose prefix is removed."""

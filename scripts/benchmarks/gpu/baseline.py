@@ -154,11 +154,12 @@ class OnnxModel:
         """``ConfigError`` or ``ValueError`` for a model that does not take 1×3×size×size."""
         import onnxruntime
 
+        from torchpipe_py.backends.model.normalisation import Normalisation
         from torchpipe_py.backends.model.onnx_graph import normalized_model
         from torchpipe_py.encryption.model_file import ModelFile
 
         self.description = f"ONNX Runtime {onnxruntime.__version__}"
-        content = normalized_model(ModelFile(path), MEAN, STD)
+        content = normalized_model(ModelFile(path), Normalisation(MEAN, STD))
         self._session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
         self._input = self._session.get_inputs()[0]
         dims = self._input.shape

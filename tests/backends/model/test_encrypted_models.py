@@ -23,6 +23,7 @@ from torchpipe_py.backends.model.engine.api import Messages
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine
 from torchpipe_py.backends.model.engine.cache import EngineCache
 from torchpipe_py.backends.model.engine.precision import check_half, half_model
+from torchpipe_py.backends.model.normalisation import Normalisation
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import REDACTED, ModelFile
@@ -164,7 +165,7 @@ def test_errors_do_not_name_layers_or_show_source(
 
 
 def test_unknown_layer_does_not_reveal_existing_ones(plain: str) -> None:
-    content = model_bytes(ModelFile(plain), (), ())
+    content = model_bytes(ModelFile(plain), Normalisation())
     for is_secret, said in ((False, f"did you mean '{NAME}_conv'"), (True, f"no layer '{NAME}_com'; {REDACTED}$")):
         with pytest.raises(ConfigError, match=said):
             half_model(content, (f"{NAME}_com",), is_secret)

@@ -31,8 +31,11 @@ def config(classifier: str) -> dict[str, Any]:
     [
         ({"std": "1, 0, 3"}, "key 'std': expected numbers above 0, since channels are divided by them, got 0"),
         ({"std": [1, -2.5, 3]}, "key 'std': expected numbers above 0, since channels are divided by them, got -2.5"),
-        ({"mean": "1, 2"}, "key 'mean': 2 numbers, and the input of .* has 3 channels; give one for each channel, or"),
-        ({"mean": 9, "std": "1, 2, 3, 4"}, "key 'std': 4 numbers, and the input of .* has 3 channels; give one for"),
+        (
+            {"mean": "1, 2"},
+            "key 'mean': model .*: 2 numbers, and input .* has 3 channels; give one for each channel, or",
+        ),
+        ({"mean": 9, "std": "1, 2, 3, 4"}, "key 'std': model .*: 4 numbers, and input .* has 3 channels; give one for"),
         ({"min": 8, "max": 4}, "key 'min': min = 8 is larger than max = 4"),
         ({"min": 4}, "key 'min': min = 4 is larger than max = 1, its default"),
         ({"min": "1x3x64x64", "max": "4x3x32x64"}, "key 'min': min = 1x3x64x64 is larger than max = 4x3x32x64"),
@@ -84,7 +87,11 @@ def refused_or_not(config: dict[str, Any], problem: str) -> None:
         (["N", 5], {"postprocessor": "Sigmoid", "labels": 1}, r"key 'labels': \S+ has 1 line, the model has 5 classes"),
         ([1, 3, 8, 8], {"max": 4}, "key 'model': .* input 'x' has a fixed batch of 1, .* or set max = 1"),
         ([-1, 3, 8, 8], {"max": 4}, ""),  # as some exporters write any
-        (["N", "C", 8, 8], {"mean": "1, 2", "std": "1, 2, 3"}, "key 'mean': 2 numbers, and std has 3; give one for"),
+        (
+            ["N", "C", 8, 8],
+            {"mean": "1, 2", "std": "1, 2, 3"},
+            "key 'mean': model .*: 2 numbers, and std has 3; give one for",
+        ),
         (["N", "C", 8, 8], {"mean": 100, "std": "1, 2, 3"}, ""),
         (["N", 3, 8, 8], {"backend": "TensorrtTensor", "max_workspace_size": "512"}, ""),
     ],
@@ -154,7 +161,7 @@ def test_check_command_warns_too(classifier: str, tmp_path: Path, capsys: Any, c
     assert "key 'mean': 0.5 looks like the mean of pixels 0..1" in caplog.text
     path.write_text(f'{node}mean = "123.675, 116.28"\n')
     assert main(["check", str(path)]) == 1
-    said = f"2 numbers, and the input of {classifier} has 3 channels; give one for each channel, or one for all"
+    said = f"model {classifier}: 2 numbers, and input 'x' has 3 channels; give one for each channel, or one for all"
     assert capsys.readouterr().err == f"torchpipe: {path}: node 'a': key 'mean': {said}\n"
 
 

@@ -171,8 +171,7 @@ def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
     [
         ([], TensorProto.FLOAT, {}, "input 'x' is a scalar; expected a batch dimension"),
         (["N", 1], TensorProto.COMPLEX64, {}, "input 'x' has elements of .*; supported:"),
-        (["N", 3, 2, 2], TensorProto.UINT8, {"mean": 1}, "need a floating input"),
-        (["N", "H", "W", 3], TensorProto.FLOAT, {"mean": 1}, "looks like NxHxWxC"),
+        (["N", 3, 2, 2], TensorProto.UINT8, {"mean": 1}, "takes uint8, and is not just cast to floats: nothing casts"),
         (["N", 1], TensorProto.FLOAT, {"providers": "CPUExecutionProvder"}, "did you mean 'CPUExecutionProvider'"),
     ],
 )
@@ -181,7 +180,7 @@ def test_refuses_model_that_does_not_fit(tmp_path: Path, dims: Any, dtype: int, 
 
 
 def test_normalisation_needs_one_image(sum_and_difference: str) -> None:
-    refused(onnx_node(sum_and_difference, mean=1), "one input NxCxHxW; of its 2 inputs 0")
+    refused(onnx_node(sum_and_difference, mean=1), 'of its 2 inputs, none have four dimensions .*; write "mean::')
 
 
 def test_names_kind_of_file_that_is_not_a_model(tmp_path: Path, classifier: str) -> None:

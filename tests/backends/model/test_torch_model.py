@@ -131,9 +131,9 @@ MEAN = {"mean": "10, 20, 30"}
         # It is the model that says what it does with an image without a pixel; the request is no defect.
         ({}, np.zeros((0, 5, 3), np.uint8), (1, 3, 0, 5)),
         # Broadcast over the three numbers, one channel would become three, and a vector an image.
-        (MEAN, torch.zeros(1, 1, 4, 4), "mean and std are for CxHxW, 3 numbers here; got 1x4x4"),
-        (MEAN, torch.zeros(1, 3), "mean and std are for CxHxW, 3 numbers here; got 3"),
-        (MEAN, torch.zeros(1, 2, 4, 4), "mean and std are for CxHxW, 3 numbers here; got 2x4x4"),
+        (MEAN, torch.zeros(1, 1, 4, 4), "mean: 3 numbers, and input 'input' has 1 channel"),
+        (MEAN, torch.zeros(1, 3), "mean: mean needs an input NxCxHxW or NxHxWxC, and input 1x3 is not"),
+        (MEAN, torch.zeros(1, 2, 5, 5), "mean: 3 numbers, and input 'input' has 2 channels"),
         (MEAN, torch.zeros(1, 3, 1, 1), (1, 3, 1, 1)),
     ],
 )
@@ -159,7 +159,10 @@ def test_refuses_files_and_settings_that_do_not_fit(model: str, tmp_path: Path) 
     torch.save({"weight": torch.zeros(2)}, path)
     said = f"neither TorchScript nor .pt2: it is a PyTorch checkpoint: torchpipe export MODEL --weights {path} makes an"
     refused({"backend": "TorchTensor", "model": str(path)}, said)
-    refused({**TRUSTED, "model": model, "mean": "1", "input_type": "uint8"}, "floating input_type")
+    refused(
+        {**TRUSTED, "model": model, "mean": "1", "input_type": "uint8"},
+        "input_type is uint8; mean and std need a floating input",
+    )
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.model.inputs import fits
+from torchpipe_py.backends.model.normalisation import is_bare_image
 from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, first_line, logger
 from torchpipe_py.values import Value, to_int, to_str
@@ -195,8 +196,8 @@ def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int
 
 
 def with_batch(dims: Sequence[int | None], most: int) -> tuple[int | None, ...]:
-    """``dims`` of an input; with a batch of 1 before 3×H×W if ``most`` is 1, for models that take one image."""
-    return (1, *dims) if most == 1 and len(dims) == 3 and dims[0] == 3 else tuple(dims)
+    """``dims`` of an input; with a batch of 1 before 3×H×W or H×W×3 if ``most`` is 1, for models of one image."""
+    return (1, *dims) if most == 1 and is_bare_image(dims) else tuple(dims)
 
 
 class _NotTakenError(Exception):

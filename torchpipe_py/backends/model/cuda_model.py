@@ -381,6 +381,7 @@ class CudaRunner:
         specs = self.input_specs(len(row))
         if len(specs) != len(row):
             raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")
+        row = [spec.batched(value) for spec, value in zip(specs, row, strict=True)]
         return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)]), row
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:

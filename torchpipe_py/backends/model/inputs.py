@@ -237,6 +237,17 @@ class InputSpec:
             self._check_integers(value)
         return shape
 
+    def batched(self, value: Any) -> Any:
+        """A Mat for an input N×H×W×C as an array 1×H×W×C; any other value as it is."""
+        if not isinstance(value, np.ndarray) or value.ndim not in (2, 3) or self.dims is None or len(self.dims) != 3:
+            return value
+        array = value if value.ndim == 3 else value[:, :, None]
+        if not fits(array.shape, self.dims):
+            return value
+        # As ``laid_out``: where both orders fit, the channels are first if their place has a number.
+        planes_fit = fits((array.shape[2], *array.shape[:2]), self.dims)
+        return value if planes_fit and (self.dims[0] is not None or self.dims[2] is None) else array[None]
+
     def _check_integers(self, value: Any) -> None:
         """Raise ``InvalidRequest`` for numbers that this input's integer type cannot hold."""
         dtype = np.dtype(str(self.dtype).removeprefix("torch."))

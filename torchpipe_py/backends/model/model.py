@@ -11,10 +11,18 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.image.mat import OF_MATS, name_color
+from torchpipe_py.backends.image.normalize import pixel_remarks, to_divisors
 from torchpipe_py.backends.model import check, postprocess
 from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.inputs import looks_like_mat
-from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last, noted_normalisation
+from torchpipe_py.backends.model.normalisation import (
+    INTEGERS,
+    Normalisation,
+    NormalisationError,
+    Scale,
+    has_channels_last,
+)
+from torchpipe_py.backends.model.onnx_graph import declared_tensors, noted_normalisation, scaled_inputs_problem
 from torchpipe_py.backends.model.postprocess import OfClasses
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import BYTES, TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
@@ -22,19 +30,10 @@ from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import ConfigError, InvalidRequest, counted
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
+from torchpipe_py.values import to_float, to_floats, to_int, to_str
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each input, without the batch."""
-
-
-def to_divisors(value: Value) -> tuple[float, ...]:
-    """Several numbers above 0."""
-    numbers = to_floats(value)
-    for number in numbers:
-        if number <= 0:
-            raise ValueError(f"expected numbers above 0, since channels are divided by them, got {number:g}")
-    return numbers
 
 
 class ModelBackend(Backend):
@@ -48,6 +47,9 @@ class ModelBackend(Backend):
 
     is_model = True
 
+    adds_batch = False
+    """It takes a model of one image, without a batch, if ``max`` is 1."""
+
     model = Param(to_str, file=True, doc="path of the model")
     key_file = Param(to_str, "", file=True, doc="file with the key of an encrypted model")
     key_env = Param(to_str, "", doc="environment variable with that key")
@@ -55,6 +57,8 @@ class ModelBackend(Backend):
     max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
     mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
     std = Param(to_divisors, (), doc="each channel divided by it after mean, inside the model")
+    means = Param(to_floats, (), key="mean::INPUT", named=True, doc="mean of the input of this name only")
+    stds = Param(to_divisors, (), key="std::INPUT", named=True, doc="std of the input of this name only")
     postprocessor = postprocess.PostprocessorParam(
         to_str, "", also=("post_processor",), doc="cpu, SoftmaxMax, TopK or another; docs/models.md lists them"
     )
@@ -72,12 +76,14 @@ class ModelBackend(Backend):
         elif least.exceeds(most):
             default = "" if "max" in own else ", its default"
             yield Remark("min", f"min = {least} is larger than max = {most}{default}")
-        for key in ("mean", "std"):
-            yield from _pixel_remarks(key, params[key])
-        if not (params["mean"] or params["std"]) and (noted := noted_normalisation(params["model"])):
+        normalisation = Normalisation.of(params)
+        for key, numbers in normalisation.by_key().items():
+            yield from pixel_remarks(key, numbers)
+        if not normalisation and (noted := noted_normalisation(params["model"])):
             text = f"{params['model']} was exported for {noted}; without them its scores are wrong, unless a node"
             yield Remark("mean", f"{text} before it normalises: then write mean = 0", is_warning=True)
-        yield from _declared_remarks(params)
+        yield from _declared_remarks(params, cls.adds_batch)
+        yield from _scale_remarks(params["model"], normalisation)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in postprocess.BUILT_IN if key in each.uses)
@@ -85,7 +91,7 @@ class ModelBackend(Backend):
 
     @classmethod
     def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
-        return _image_misfits(params["model"], image)
+        return _image_misfits(params["model"], Normalisation.of(params), image)
 
     @classmethod
     def keys_read(cls, params: Mapping[str, Any]) -> Collection[str] | None:
@@ -107,12 +113,14 @@ class ModelBackend(Backend):
     optional: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
-    _image = 0  # index of the input that ``mean`` and ``std`` apply to
+    scales: Mapping[int, Scale] | None = {}
+    """What each input that has ``mean`` or ``std`` is normalised by; ``None`` if the model does not declare shapes."""
     _is_checked = False
     _allowed: Shapes = ()  # of the last request: most requests have the same
 
     def setup(self) -> None:
         self.file = ModelFile(self.model, self.key_file, self.key_env)
+        self.normalisation = Normalisation.of(self.params)
         self._postprocess: postprocess.Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
@@ -137,7 +145,12 @@ class ModelBackend(Backend):
         self.layout.check_declared(self.model, outputs, self.min(), self.max())
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
-        self._image = next((index for index, spec in enumerate(inputs) if len(spec.dims) == 4), 0)
+        try:
+            if inputs:
+                self.normalisation.check_names(inputs)
+            self.scales = self.normalisation.scales(inputs) if inputs and all(spec.dims for spec in inputs) else None
+        except NormalisationError as error:
+            raise ConfigError(f"model {self.model}: {error.key}: {error}") from None
         _check_labels(self._postprocess, outputs)
         if hasattr(self._postprocess, "fit"):
             self._postprocess.fit(outputs)
@@ -165,16 +178,28 @@ class ModelBackend(Backend):
         """Raise ``InvalidRequest`` for shapes, without batch, that ``min``, ``max`` or ``mean`` forbid."""
         if shapes == self._allowed:
             return
-        numbers = max(len(self.mean), len(self.std))
-        image = shapes[self._image]
-        if numbers and (len(image) < 3 or numbers not in (1, image[-3])):
-            raise InvalidRequest(
-                f"mean and std are for CxHxW, {counted(numbers, 'number')} here; got {shown_dims(image)}"
-            )
+        for index, scale in self.scales_of(shapes).items():
+            if problem := scale.misfit(shapes[index]):
+                raise InvalidRequest(problem)
         if not check.allows(self.min_batch, self.max_batch, shapes):
             given = ", ".join(map(shown_dims, shapes))
             raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
         self._allowed = shapes
+
+    def scales_of(self, shapes: Shapes) -> Mapping[int, Scale]:
+        """``scales``, or, where the model does not declare shapes, those of inputs of ``shapes``, without batch.
+
+        ``InvalidRequest`` if ``mean`` and ``std`` do not fit these.
+        """
+        if self.scales is not None or not self.normalisation:
+            return self.scales or {}
+        named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
+        try:
+            return self.normalisation.scales(
+                [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
+            )
+        except NormalisationError as error:
+            raise InvalidRequest(f"{error.key}: {str(error).partition(';')[0]}") from None
 
     def check_batches(self, shapes: Shapes, count: int = 2) -> None:
         """Raise ``ConfigError`` if the model mixes items of a batch of ``count``; called before the first batch.
@@ -185,7 +210,7 @@ class ModelBackend(Backend):
             return
         key = ("batch check", self.model, self.max())
         trial = self.config.shared.get(
-            key, lambda: check.BatchCheck(self.model, self.layout, self.tolerance(), bool(self.mean or self.std))
+            key, lambda: check.BatchCheck(self.model, self.layout, self.tolerance(), bool(self.normalisation))
         )
         named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
         inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
@@ -301,18 +326,25 @@ def _check_labels(postprocessor: Any, outputs: Sequence[TensorSpec]) -> None:
         postprocessor.check(dims)
 
 
-def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
-    """Problems of an ONNX file that ``declare`` will refuse, and of ``mean`` and ``std`` for its channels."""
-    inputs, outputs = declared_tensors(params["model"])
+def _declared_remarks(params: Mapping[str, Any], adds_batch: bool) -> Iterator[Remark]:
+    """Problems of an ONNX file that ``declare`` will refuse."""
+    model, (inputs, outputs) = params["model"], declared_tensors(params["model"])
     least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
-    if len(inputs) == 1 and least <= most:
+    cls = params["postprocessor"]
+    if least <= most:
+        given = [replace(spec, dims=check.with_batch(spec.dims, most)) for spec in inputs] if adds_batch else inputs
+        needs_rows = isinstance(cls, type) and issubclass(cls, OfClasses) and cls.takes_rows
         try:
-            spec = replace(inputs[0], dims=check.with_batch(inputs[0].dims, most))
-            check.check_inputs(params["model"], [spec], least, most)
+            check.check_inputs(model, given, least, most)
+            check.layout_of(most, needs_rows).check_declared(model, outputs, least, most)
         except ConfigError as error:
             yield Remark("model", str(error))
-    cls = params["postprocessor"]
-    file = ModelFile(params["model"], params["key_file"], params["key_env"])
+        for key, name in (("min", "min_batch"), ("max", "max_batch")):
+            try:
+                params[name].check(model, key, given)
+            except ConfigError as error:
+                yield Remark(key, str(error))
+    file = ModelFile(model, params["key_file"], params["key_env"])
     if cls in postprocess.BUILT_IN and not file.has_key:
         try:
             config = {key: params[key] for key in ("labels", "k", "threshold")}
@@ -323,24 +355,54 @@ def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
         except ConfigError as error:
             key = "labels" if "labels" in str(error) else "postprocessor"
             yield Remark(key, str(error).removeprefix("labels: "))
-    counts = {key: len(params[key]) for key in ("mean", "std") if len(params[key]) > 1}
-    dims = inputs[0].dims if len(inputs) == 1 else ()
-    channels = dims[1] if len(dims) == 4 and not has_channels_last(dims) else None
-    expected = "; give one for each channel, or one for all"
-    if channels is None and len(set(counts.values())) > 1:
-        yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}{expected}")
-    for key, count in counts.items():
-        if channels not in (None, count):
-            has = f"the input of {params['model']} has {counted(channels, 'channel')}"
-            yield Remark(key, f"{count} numbers, and {has}{expected}")
 
 
-def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
-    """Properties of an image that do not fit an ONNX file's only input, of four dimensions, in any layout."""
+def _scale_remarks(model: str, normalisation: Normalisation) -> Iterator[Remark]:
+    """Problems of ``mean`` and ``std`` that will be refused when an ONNX file is loaded."""
     inputs, _ = declared_tensors(model)
-    dims = inputs[0].dims if len(inputs) == 1 else ()
-    if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
+    if not (inputs and normalisation):
+        return
+    try:
+        scales = normalisation.scales(inputs)
+    except NormalisationError as error:
+        yield Remark(error.key, f"model {model}: {error}")
+        return
+    key = next(iter(normalisation.by_key()))
+    if problem := scaled_inputs_problem(model, scales, inputs):
+        yield Remark(key, f"model {model}: {problem}")
+        return
+    names = [repr(inputs[index].name) for index in scales]
+    if len(names) > 1 and key in ("mean", "std"):
+        yield Remark(key, f"model {model}: applied to inputs {' and '.join(names)} alike", is_warning=True)
+    for spec in [inputs[index] for index in scales if inputs[index].dtype in INTEGERS]:
+        text = f"input {spec.name!r} takes {spec.dtype}: normalised inside the model, after a cast to float32"
+        yield Remark(key, f"model {model}: {text}", is_warning=True)
+
+
+def _image_misfits(model: str, normalisation: Normalisation, image: ImageSpec) -> dict[str, str]:
+    """Properties of an image that do not fit an ONNX file: its ``kind``, or a size if the file has one input."""
+    inputs, _ = declared_tensors(model)
+    if image.is_normalised and any(any(mean) or any(x != 1 for x in std) for mean, std in normalisation.pairs()):
+        return {"kind": 'normalised already: write its keys as "NormalizeMat::mean", or leave it out'}
+    if len(inputs) > 1:
+        listed = ", ".join(map(str, inputs))
+        return {"kind": f"and {model} has {counted(len(inputs), 'input')}: data must be a list or a dict of {listed}"}
+    if not inputs:
         return {}
+    dims, dtype = inputs[0].dims, inputs[0].dtype
+    takes = f"but {model} takes {shown_dims((1, *dims[1:]))}"
+    if dtype in (BYTES, "bool"):
+        texts = "texts" if dtype == BYTES else "values of bool"
+        return {"kind": f"{takes} of {texts}, not an image: leave out what decodes it, or use another model"}
+    if image.is_normalised and dtype in INTEGERS:
+        return {"kind": f"of float32, {takes} of {dtype}: leave out NormalizeMat or NormalizeTensor"}
+    if 0 < len(dims) < 3:
+        return {"kind": f"{takes}, which is not an image"}
+    if len(dims) != 4:
+        return {}
+    if image.kind == TENSOR and has_channels_last(dims):
+        give = "give it a Mat, which is laid out as the model takes it: leave out Mat2Tensor, or put Tensor2Mat before"
+        return {"kind": f"1xCxHxW, {takes}; {give}"}
     # Possible orders of the dimensions after the batch, likely ones first; a Mat is laid out as the model declares.
     orders = [("channels", "height", "width"), ("height", "width", "channels")]
     orders = orders[:1] if image.kind == TENSOR else orders[::-1] if has_channels_last(dims) else orders
@@ -350,21 +412,9 @@ def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
         wrong = [name for name in sorted(order) if fixed[name] and getattr(image, name) not in (None, fixed[name])]
         if not wrong:
             return {}
-        takes = f"but {model} takes {shown_dims((1, *dims[1:]))}"
         first_misfits = first_misfits or {name: f"{takes}: {_wanted(name, fixed[name])}" for name in wrong}
     return first_misfits
 
 
 def _wanted(name: str, number: int | None) -> str:
     return counted(number or 0, "channel") if name == "channels" else f"a {name} of {number}"
-
-
-def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
-    """A warning if the numbers look like those for pixels of 0..1, as PyTorch models are trained on."""
-    if values and 0 < max(map(abs, values)) < (2 if key == "mean" else 1):
-        written, meant = (", ".join(f"{scale * value:.6g}" for value in values) for scale in (1, 255))
-        text = (
-            f"{written} looks like the {key} of pixels 0..1, but pixels here are 0..255: probably {meant} is meant, "
-            "255 times as much; it is right only where something before divides by 255"
-        )
-        yield Remark(key, text, is_warning=True)

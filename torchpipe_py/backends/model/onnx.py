@@ -26,6 +26,7 @@ from torchpipe_py.backends.model.onnx_graph import (
     keep_telemetry_off,
     missing_weights,
     model_bytes,
+    not_onnx,
     scalar_outputs,
     unserved_tensors,
     unsigned_model,
@@ -35,7 +36,6 @@ from torchpipe_py.backends.signature import BYTES, TensorSpec
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, logger, nearest
-from torchpipe_py.files import ONNX
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
 
@@ -67,6 +67,7 @@ class OnnxTensor(ModelBackend):
 
     reads = ()
     uses_device = True
+    adds_batch = True
     ignored_keys = dict.fromkeys(
         ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
         "ONNX Runtime keeps no engine and computes in the model's own precision; TensorrtTensor has it",
@@ -78,8 +79,8 @@ class OnnxTensor(ModelBackend):
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:
-        kind = file.kind_unless(ONNX)
-        return kind and f"model {file.path}: not an ONNX file: {kind}"
+        problem = not_onnx(file)
+        return problem and f"model {file.path}: {problem}"
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
@@ -101,7 +102,7 @@ class OnnxTensor(ModelBackend):
             raise BackendUnavailable(f"{error.name} is not installed (pip install onnxruntime)") from error
         self._from_numpy: Any = torch.from_numpy
         self._session = self.config.shared.get(
-            (self.model, self.mean, self.std, self.providers, self.threads, self.config.device_id),
+            (self.model, self.normalisation, self.providers, self.threads, self.config.device_id),
             lambda: self._load(onnxruntime),
         )
         self._inputs = [_Input(self.model, value, self.max()) for value in self._session.get_inputs()]
@@ -250,10 +251,10 @@ class OnnxTensor(ModelBackend):
         It is decrypted, has ``mean`` and ``std`` inside, and for a CPU a quantised one becomes unsigned.
         """
         if not any(name in _ON_DEVICE for name in providers) and self.file.holds(b"QuantizeLinear"):
-            return unsigned_model(model_bytes(self.file, self.mean, self.std))
-        if not (self.mean or self.std or self.file.has_key):
+            return unsigned_model(model_bytes(self.file, self.normalisation))
+        if not (self.normalisation or self.file.has_key):
             return self.file.source()
-        return model_bytes(self.file, self.mean, self.std)
+        return model_bytes(self.file, self.normalisation)
 
     def _providers(self, onnxruntime: Any) -> list[str]:
         available = onnxruntime.get_available_providers()
@@ -303,7 +304,8 @@ class _Input:
         self.spec = TensorSpec(value.name, with_item, dtype, is_optional=is_optional)
         self._has_batch = with_item == dims
         if not self.spec.dims:
-            raise ConfigError(f"model {model}: input {value.name!r} is a scalar; expected a batch dimension")
+            problem = "is a scalar or has no shape; expected a batch dimension"
+            raise ConfigError(f"model {model}: input {value.name!r} {problem}")
         self._most = most
         self._buffer: Any = np.empty(0, self.dtype)
         self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that needed no conversion

@@ -6,14 +6,16 @@ import mmap
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.model.normalisation import FLOATS, INTEGERS, Normalisation, NormalisationError, Scale
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import REDACTED, ModelFile, outside_files
-from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.wire.protobuf import varint
 
 
@@ -25,10 +27,10 @@ def keep_telemetry_off() -> None:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-def model_bytes(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:
-    """The model, with the weights it keeps in other files, serialised; ``mean`` and ``std`` inside where given."""
-    if mean or std:
-        return normalized_model(file, mean, std)
+def model_bytes(file: ModelFile, normalisation: Normalisation) -> bytes:
+    """The model, with the weights it keeps in other files, serialised; ``normalisation`` inside if there is any."""
+    if normalisation:
+        return normalized_model(file, normalisation)
     return bytes(_load(file).SerializeToString())
 
 
@@ -139,45 +141,130 @@ def missing_weights(file: ModelFile) -> str:
     return f"its weights lie in {', '.join(missing)} beside it, which is missing: move both together" * bool(missing)
 
 
-def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:
-    """The model with ``(x - mean) / std`` as its first two nodes, serialised.
+def normalized_model(file: ModelFile, normalisation: Normalisation) -> bytes:
+    """The model with ``(x - mean) / std`` as the first nodes after each input that has a scale, serialised.
 
-    ``mean`` and ``std`` have one number, or one for each channel; an empty one means 0 or 1. ``x`` is the only
-    input, N×C×H×W or an image 3×H×W, or of several the only one of four dimensions, and of a floating type. Same order
-    of operations as ``torchvision.transforms.Normalize``.
+    Same order of operations as ``torchvision.transforms.Normalize``, in float32 or, for an input of float64, in that.
+    An input of integers keeps its type, if the model does no more than move its values before it casts them to floats.
+    ``ConfigError`` for numbers that do not fit the model's inputs.
     """
-    from onnx import helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
 
-    path, model = file.path, _load(file)
+    model = _load(file)
     graph = model.graph
     constants = {constant.name for constant in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
-    if len(inputs) != 1:
-        count, inputs = len(inputs), [value for value in inputs if len(value.type.tensor_type.shape.dim) == 4]
-        if len(inputs) != 1:
-            has = f"of its {count} inputs {len(inputs)} have four dimensions"
-            raise ConfigError(f"model {path}: mean and std need a model with one input NxCxHxW; {has}")
-    name, dims = inputs[0].name, inputs[0].type.tensor_type.shape.dim
-    dtype = helper.tensor_dtype_to_np_dtype(inputs[0].type.tensor_type.elem_type)
-    is_bare = len(dims) == 3 and dims[0].dim_value == 3  # an image without a batch dimension
-    if not (len(dims) == 4 or is_bare) or not np.issubdtype(dtype, np.floating):
-        raise ConfigError(f"model {path}: mean and std need a floating input NxCxHxW; {name!r} is not")
-    channels = dims[-3].dim_value or None
-    if dims[-1].dim_value in (1, 3, 4) and channels not in (1, 3, 4):
-        raise ConfigError(f"model {path}: mean and std need an input NxCxHxW; {name!r} looks like NxHxWxC")
-    shifted, scaled = f"{name}_minus_mean", f"{name}_normalized"
-    if any(output.name == name for output in graph.output):
-        raise ConfigError(f"model {path}: its input is its output; there is nothing to normalise")
-    _rename_uses(graph, name, scaled)
-    graph.initializer.extend(
-        [
-            numpy_helper.from_array(_per_channel(mean, 0.0, channels, "mean", dtype, len(dims)), f"{name}_mean"),
-            numpy_helper.from_array(_per_channel(std, 1.0, channels, "std", dtype, len(dims)), f"{name}_std"),
-        ]
-    )
-    graph.node.insert(0, helper.make_node("Sub", [name, f"{name}_mean"], [shifted], name=shifted))
-    graph.node.insert(1, helper.make_node("Div", [shifted, f"{name}_std"], [scaled], name=scaled))
+    specs = [_spec_of(value) for value in inputs]
+    outputs = {output.name for output in graph.output}
+    try:
+        scales = normalisation.scales(specs)
+        for index in scales:
+            _check_scaled(graph, specs[index], outputs)
+    except NormalisationError as error:
+        raise ConfigError(f"model {file.path}: {error.key}: {error}") from None
+    taken = _names_in(graph)
+    nodes = []
+    for index, scale in scales.items():
+        name, dtype = specs[index].name, specs[index].dtype
+        types = {"float32": (TensorProto.FLOAT, np.float32), "float64": (TensorProto.DOUBLE, np.float64)}
+        kind, number = types.get(dtype, types["float32"])
+        whole, mean, std, shifted, scaled, result = (
+            _unused(f"{name}_{word}", taken) for word in ("float", "mean", "std", "minus_mean", "scaled", "normalized")
+        )
+        _rename_uses(graph, name, result)
+        arrays = scale.arrays(len(specs[index].dims), number)
+        graph.initializer.extend(
+            [numpy_helper.from_array(array, each) for array, each in zip(arrays, (mean, std), strict=True)]
+        )
+        is_cast = dtype not in types
+        back = is_cast and dtype not in INTEGERS
+        if is_cast:
+            nodes.append(helper.make_node("Cast", [name], [whole], name=whole, to=kind))
+        nodes.append(helper.make_node("Sub", [whole if is_cast else name, mean], [shifted], name=shifted))
+        nodes.append(helper.make_node("Div", [shifted, std], [scaled if back else result], name=scaled))
+        if back:
+            own = inputs[index].type.tensor_type.elem_type
+            nodes.append(helper.make_node("Cast", [scaled], [result], name=result, to=own))
+        if is_cast and not back:
+            _forget_types(graph, result)
+    for place, node in enumerate(nodes):
+        graph.node.insert(place, node)
     return bytes(model.SerializeToString())
+
+
+def _spec_of(value: Any) -> TensorSpec:
+    """The declaration of an input, as ``declared_tensors`` reads it."""
+    tensor = value.type.tensor_type
+    dims = [dim.dim_value if dim.dim_value > 0 else None for dim in tensor.shape.dim]
+    return TensorSpec(value.name, tuple(dims), _element_type(tensor.elem_type))
+
+
+_MOVES = frozenset({"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Gather"})
+"""Operators that move the values of their first input, of any type, and change none."""
+
+
+def _check_scaled(graph: Any, spec: TensorSpec, outputs: Collection[str]) -> None:
+    """Raise ``NormalisationError`` if an input cannot be normalised inside the model."""
+    if spec.name in outputs:
+        raise NormalisationError("mean", f"input {spec.name!r} is an output; there is nothing to normalise")
+    if spec.dtype not in INTEGERS:
+        return
+    moved = [spec.name]
+    is_cast = False
+    for name in moved:
+        for node in _readers(graph, name):
+            if node.op_type == "Cast" and _casts_to_float(node):
+                is_cast = True
+            elif node.op_type in _MOVES and node.input[0] == name and not (set(node.input[1:]) & {name}):
+                moved.extend(node.output)
+            elif node.op_type != "Shape":
+                raise NormalisationError("mean", _uncast(spec, f"{node.op_type} reads it"))
+    if not is_cast or outputs & set(moved):
+        raise NormalisationError("mean", _uncast(spec, "nothing casts it" if not is_cast else "it is an output, too"))
+
+
+def _uncast(spec: TensorSpec, why: str) -> str:
+    return (
+        f"input {spec.name!r} takes {spec.dtype}, and is not just cast to floats: {why}; leave mean and std out if the "
+        "model normalises by itself, or else export it with an input of float32"
+    )
+
+
+def _casts_to_float(node: Any) -> bool:
+    (to,) = [attribute.i for attribute in node.attribute if attribute.name == "to"] or [0]
+    return ELEMENT_TYPES.get(to) in FLOATS
+
+
+def _readers(graph: Any, name: str) -> Iterator[Any]:
+    """The nodes that read a value; one with a body that does is among them."""
+    for node in graph.node:
+        bodies = [body for each in node.attribute for body in (each.g, *each.graphs)]
+        if name in node.input or any(next(_readers(body, name), None) is not None for body in bodies):
+            yield node
+
+
+def _forget_types(graph: Any, name: str) -> None:
+    """Drop the declared types of what ``name`` is moved to, since it is of floats now."""
+    moved = [name]
+    for each in moved:
+        moved.extend([out for node in _readers(graph, each) if node.op_type in _MOVES for out in node.output])
+    kept = [value for value in graph.value_info if value.name not in moved]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+
+
+def _names_in(graph: Any) -> set[str]:
+    """The names of all values and nodes of a graph, without those in bodies of If and Loop."""
+    named = [graph.initializer, graph.input, graph.output, graph.node]
+    return {each.name for part in named for each in part} | {name for node in graph.node for name in node.output}
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    """``name``, or with a number if it is taken; it is taken from then on."""
+    names = (name, *(f"{name}_{number}" for number in range(1, len(taken) + 2)))
+    free = next(each for each in names if each not in taken)
+    taken.add(free)
+    return free
 
 
 def _rename_uses(graph: Any, name: str, new: str) -> None:
@@ -194,16 +281,6 @@ def _rename_uses(graph: Any, name: str, new: str) -> None:
             output.name = new
 
 
-def _per_channel(
-    values: Sequence[float], default: float, channels: int | None, key: str, dtype: np.dtype, rank: int
-) -> np.ndarray:
-    """``values`` as an array of ``rank`` dimensions (1×C×1×1 for four) to be broadcast over …×C×H×W."""
-    numbers = tuple(values) or (default,)
-    if channels is not None and len(numbers) not in (1, channels):
-        raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {counted(channels, 'channel')}")
-    return np.array(numbers, dtype).reshape(*[1] * (rank - 3), -1, 1, 1)
-
-
 # -- headers ----------------------------------------------------------------------------------------------------------
 
 # Field numbers in onnx.proto: of a model, graph, tensor, input or output, its type, and a dimension.
@@ -218,6 +295,12 @@ ELEMENT_TYPES = {
 }
 """Our names of ``onnx.TensorProto``'s types of elements that requests and answers may have."""
 
+
+def _element_type(number: int) -> str:
+    """Our name of a type of elements, or a description of one that no request can have."""
+    return ELEMENT_TYPES.get(number, f"elements of type {number}")
+
+
 NORMALISATION = "torchpipe.normalisation"
 """The key in a model's metadata."""
 
@@ -227,22 +310,71 @@ Span = tuple[int, int]
 """Start and end of a range of bytes in the file."""
 
 
-def declared_tensors(path: str) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Inputs and outputs of an ONNX file, without their types; empty for any other file.
+@dataclass(frozen=True)
+class Header:
+    """Inputs and outputs that an ONNX file declares; ``constants`` are inputs with a value in the file.
+
+    ``problem`` says why there are none, if the file is not an ONNX file.
+    """
+
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    constants: list[TensorSpec]
+    problem: str = ""
+
+
+def read_header(path: str) -> Header:
+    """The header of a file.
 
     Read in a millisecond, without the onnx package, which would load the weights, half a second for 100 MB.
     """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            (graph,) = _fields(content, (0, len(content)))[_GRAPH]
-            fields = _fields(content, graph)
+            graphs = _fields(content, (0, len(content)))[_GRAPH]
+            if len(graphs) != 1:
+                return Header([], [], [], "it has no graph")
+            fields = _fields(content, graphs[0])
             # In old files, weights are listed as inputs, too.
-            constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
+            names = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             inputs = [_declared(content, span) for span in fields[_INPUT]]
             outputs = [_declared(content, span) for span in fields[_OUTPUT]]
-            return [spec for spec in inputs if spec.name not in constants], outputs
-    except (OSError, ValueError, IndexError):  # empty, cut off, or not an ONNX file
-        return [], []
+            constants = [spec for spec in inputs if spec.name in names]
+            return Header([spec for spec in inputs if spec.name not in names], outputs, constants)
+    except (OSError, ValueError, IndexError):  # empty, or not an ONNX file
+        return Header([], [], [], "its content is not that of one, or is cut off")
+
+
+def not_onnx(file: ModelFile) -> str:
+    """The problem if a plain file is not an ONNX file that is whole; else an empty string."""
+    problem = read_header(file.path).problem
+    with open(file.path, "rb") as content:
+        is_ort = content.read(8)[4:] == b"ORTM"  # ONNX Runtime's own format, which it takes too
+    if not problem or is_ort:
+        return ""
+    return f"not an ONNX file: {file.kind() or problem}"
+
+
+def declared_tensors(path: str) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """Inputs and outputs of an ONNX file; empty for any other file."""
+    header = read_header(path)
+    return header.inputs, header.outputs
+
+
+def scaled_inputs_problem(path: str, scales: Mapping[int, Scale], inputs: Sequence[TensorSpec]) -> str:
+    """Why ``normalized_model`` will refuse inputs that have a scale, by the nodes that read them; else empty."""
+    outputs = {spec.name for spec in declared_tensors(path)[1]}
+    scaled = [inputs[index] for index in scales]
+    if not any(spec.dtype in INTEGERS or spec.name in outputs for spec in scaled):
+        return ""  # without loading the model
+    import onnx
+
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+        for spec in scaled:
+            _check_scaled(graph, spec, outputs)
+    except NormalisationError as error:
+        return str(error)
+    return ""
 
 
 def scalar_outputs(file: ModelFile) -> set[str]:
@@ -286,8 +418,8 @@ def _unserved(content: mmap.mmap, what: str, value: Span, constants: Collection[
     if number and number not in ELEMENT_TYPES:
         yield f"{what} {name!r} has elements of ONNX's type {number}; supported: {', '.join(ELEMENT_TYPES.values())}"
     shapes = inner[_SHAPE]
-    if what == "input" and shapes and name not in constants and not _fields(content, shapes[-1])[_DIM]:
-        yield f"input {name!r} is a scalar; expected a batch dimension"
+    if what == "input" and name not in constants and not (shapes and _fields(content, shapes[-1])[_DIM]):
+        yield f"input {name!r} is a scalar{' or has no shape' * (not shapes)}; expected a batch dimension"
 
 
 def note_normalisation(path: str, mean: str, std: str) -> None:
@@ -327,20 +459,18 @@ def _metadata(content: Any) -> dict[str, str]:
         return {}
 
 
-def has_channels_last(dims: Sequence[int | None]) -> bool:
-    """Whether four sizes look like N×H×W×C."""
-    return dims[3] in (1, 3, 4) and dims[1] not in (1, 3, 4)
-
-
 def _declared(content: mmap.mmap, value: Span) -> TensorSpec:
     fields = _fields(content, value)
     name = _text(content, fields[_NAME])
-    spans = fields[_TYPE]
-    for number in (_TENSOR_TYPE, _SHAPE, _DIM):
+    tensors = [inner for span in fields[_TYPE] for inner in _fields(content, span)[_TENSOR_TYPE]]
+    kinds = [varint(content, start)[0] for span in tensors for start, _ in _fields(content, span)[_ELEMENT_TYPE]]
+    spans = tensors
+    for number in (_SHAPE, _DIM):
         spans = [inner for span in spans for inner in _fields(content, span)[number]]
     sizes = [sum(varint(content, start)[0] for start, _ in _fields(content, dim)[_DIM_VALUE]) for dim in spans]
     # Some exporters write -1 for any size, as ONNX Runtime reads it.
-    return TensorSpec(name, tuple([size if 0 < size < 2**63 else None for size in sizes]))
+    dims = tuple([size if 0 < size < 2**63 else None for size in sizes])
+    return TensorSpec(name, dims, _element_type(kinds[-1]) if kinds else "")
 
 
 def _text(content: mmap.mmap, spans: Sequence[Span]) -> str:

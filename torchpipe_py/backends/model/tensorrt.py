@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from torchpipe_py.backends.model.cuda_model import CudaRunner
 from torchpipe_py.backends.model.engine import api
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, load_engine
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
-from torchpipe_py.backends.model.onnx_graph import model_bytes
-from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.model.normalisation import Normalisation
+from torchpipe_py.backends.model.onnx_graph import model_bytes, not_onnx
+from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
-from torchpipe_py.files import ENGINE, ONNX
+from torchpipe_py.files import ENGINE
 from torchpipe_py.values import to_bool, to_int, to_str, to_strings
 
 _DTYPES = (
@@ -33,6 +34,8 @@ _DTYPES = (
     "int64",
     "bfloat16",
 )  # names in PyTorch and TensorRT; older TensorRT lacks some
+
+_OF_ONNX = "mean, std and model::cache go with an ONNX model"
 
 
 @on_stream
@@ -65,9 +68,19 @@ class TensorrtTensor(ModelBackend):
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:
-        kind = file.kind_unless(ONNX if file.is_onnx else ENGINE)
-        wanted = "not an ONNX file, as its name says" if file.is_onnx else "not an engine, and its name is not *.onnx"
-        return kind and f"model {file.path}: {wanted}: {kind}"
+        if file.is_onnx:
+            problem = not_onnx(file).replace("file:", "file, as its name says:", 1)
+        else:
+            kind = file.kind_unless(ENGINE)
+            problem = kind and f"not an engine, and its name is not *.onnx: {kind}"
+        return problem and f"model {file.path}: {problem}"
+
+    @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from super().remarks(params, own)
+        if not ModelFile(params["model"]).is_onnx:
+            for key in (*Normalisation.of(params).by_key(), *["model::cache"] * bool(params["cache"])):
+                yield Remark(key, f"model {params['model']} is an engine: {_OF_ONNX}")
 
     def setup(self) -> None:
         import torch
@@ -114,18 +127,17 @@ class TensorrtTensor(ModelBackend):
         if self.file.has_key:
             api.messages(self._trt).keep_secret()
         if not self.file.is_onnx:
-            if self.mean or self.std or self.cache:
-                raise ConfigError(f"model {self.model} is an engine: mean, std and model::cache go with an ONNX model")
+            if self.normalisation or self.cache:
+                raise ConfigError(f"model {self.model} is an engine: {_OF_ONNX}")
             return load_engine(self._trt, self.file.read(), self.model, bool(self.version_compatible))
         spec = EngineSpec(
             model=self.model,
-            onnx=model_bytes(self.file, self.mean, self.std),
+            onnx=model_bytes(self.file, self.normalisation),
             least=self.min_batch,
             most=self.max_batch,
             precision=self.precision,
             fp32_layers=self.fp32_layers,
-            mean=self.mean,
-            std=self.std,
+            normalisation=self.normalisation,
             workspace=self.workspace,
             version_compatible=bool(self.version_compatible),
             cipher=self.file.cipher(),

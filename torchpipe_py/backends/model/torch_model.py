@@ -14,6 +14,7 @@ from torchpipe_py.backends.cuda import Guard, on_stream
 from torchpipe_py.backends.model.check import BFLOAT16, EXACT, HALF, TF32
 from torchpipe_py.backends.model.cuda_model import CudaRunner, row_tensor
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
+from torchpipe_py.backends.model.normalisation import FLOATS, Normalisation, Scale
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile
@@ -34,15 +35,17 @@ Specs = tuple[TensorSpec, ...]
 
 _DTYPES = ("float32", "float16", "bfloat16", "uint8")
 
+_NEEDS_FLOATS = "mean and std need a floating input: export the model with one, or let it normalise by itself"
+
 
 @on_stream
 class TorchTensor(ModelBackend):
     """A TorchScript file, or a ``.pt2`` of ``torch.export`` or AOTInductor: Mats or tensors in, Tensors 1×… out.
 
     On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
-    cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the image,
-    channel by channel, as the first step of the graph; it is the first input with four known dimensions, or
-    otherwise the first. The instances of a node share the model.
+    cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied as the first
+    step of the graph, to the inputs that ``OnnxTensor`` would apply them to; if the model does not declare shapes, the
+    shapes of a request count. The instances of a node share the model.
 
     Loading any of these files runs the code in it. So ``ConfigError`` unless the node has ``trusted = true``,
     which declares that you trust everyone who could write the file as much as your own code.
@@ -61,6 +64,9 @@ class TorchTensor(ModelBackend):
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
         yield from super().remarks(params, own)
+        if params["input_type"] not in FLOATS:
+            for key in Normalisation.of(params).by_key():
+                yield Remark(key, f"input_type is {params['input_type']}; {_NEEDS_FLOATS}")
         if params["trusted"]:
             return
         file = ModelFile(params["model"], params["key_file"], params["key_env"])
@@ -89,18 +95,12 @@ class TorchTensor(ModelBackend):
         self.use_graphs = bool(self.cuda_graph)
         self.default_dtype = getattr(torch, self.input_type)
         self._runner = CudaRunner(self)
-        if (self.mean or self.std) and not self.default_dtype.is_floating_point:
-            raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
-        self._mean, self._std = (
-            self._torch.tensor(values, device=self.guard.device, dtype=self.default_dtype).reshape(1, -1, 1, 1)
-            if values
-            else None
-            for values in (self.mean, self.std)
-        )
+        self._arrays: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         key = ("module", str(self.guard.device), self.model)
         loaded = self.config.shared.get(key, lambda: load_module(self.file, self.guard.device, bool(self.trusted)))
         self._module, inputs, outputs = loaded
         self.declare(inputs, outputs)
+        self._check_types()
         shapes = self.known_shapes()
         if shapes is not None:
             self.check_batches(shapes, self.max())
@@ -130,12 +130,11 @@ class TorchTensor(ModelBackend):
         return {"float16": HALF, "bfloat16": BFLOAT16}.get(self.input_type, HALF)
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
-        image = inputs[self._image]
-        if self._mean is not None:
-            image = image - self._mean
-        if self._std is not None:
-            image = image / self._std
-        inputs = [*inputs[: self._image], image, *inputs[self._image + 1 :]]
+        inputs = list(inputs)
+        for index, mean, std in self._scale_arrays(tuple([tuple(each.shape[1:]) for each in inputs])):
+            each = inputs[index]
+            # In float32 for an input of 16 bits, as inside an ONNX model.
+            inputs[index] = ((each.to(mean.dtype) - mean) / std).to(each.dtype)
         try:
             with self._torch.inference_mode():
                 outputs = self._module(*inputs)
@@ -158,6 +157,31 @@ class TorchTensor(ModelBackend):
                     f"{self.model} has an output of type {kind}; expected tensors, or a list or dict of them"
                 )
         return outputs
+
+    def _scale_arrays(self, shapes: Shapes) -> list[tuple[int, Any, Any]]:
+        """Mean and std, on the device, for each input of ``shapes`` that has some, by its index."""
+        scales = self.scales_of(shapes)
+        return [(index, *self._arrays_of(index, scale, len(shapes[index]) + 1)) for index, scale in scales.items()]
+
+    def _arrays_of(self, index: int, scale: Scale, rank: int) -> tuple[Any, Any]:
+        # NOTE: kept for good, since a captured graph reads them where they are.
+        key = index, scale.axis, rank
+        if key not in self._arrays:
+            dtype = np.float64 if self._dtype_of(index) == "float64" else np.float32
+            mean, std = (self._torch.from_numpy(array).to(self.guard.device) for array in scale.arrays(rank, dtype))
+            self._arrays[key] = mean, std
+        return self._arrays[key]
+
+    def _dtype_of(self, index: int) -> str:
+        declared = self.inputs[index].dtype if self.inputs else ""
+        return declared or str(self.input_type)
+
+    def _check_types(self) -> None:
+        """Raise ``ConfigError`` for ``mean`` and ``std`` of an input of integers."""
+        for index in self.scales or {}:
+            if (dtype := self._dtype_of(index)) not in FLOATS:
+                name = self.inputs[index].name
+                raise ConfigError(f"model {self.model}: input {name!r} takes {dtype}; {_NEEDS_FLOATS}")
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
         if self.guard.is_cuda:

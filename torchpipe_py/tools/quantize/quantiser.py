@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.model.normalisation import Normalisation
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, model_bytes
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import describe, nearest
@@ -120,7 +121,7 @@ def _prepared(path: str, named: Path, out: Path) -> Any:
     keep_telemetry_off()
     import onnx
 
-    model = onnx.load_from_string(model_bytes(ModelFile(path), (), ()))
+    model = onnx.load_from_string(model_bytes(ModelFile(path), Normalisation()))
     if not model.graph.node:
         raise ToolError(f"model {path}: not an ONNX file: {file_kind(path) or 'it has no graph'}")
     kinds = {node.op_type for node in model.graph.node}

@@ -20,6 +20,7 @@ from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build as engine_build
 from torchpipe_py.backends.model.engine.api import MODULES, load_tensorrt
 from torchpipe_py.backends.model.engine.build import EngineCache, EngineSpec, cached_engine
+from torchpipe_py.backends.model.normalisation import Normalisation
 
 SPEC = EngineSpec(model="m.onnx", onnx=b"model", least=to_bounds(1), most=to_bounds(4))
 TRT = SimpleNamespace(__version__="8.6.0", Builder=None)
@@ -88,8 +89,8 @@ def test_built_once_then_loaded(tmp_path: Path, built: list[str], caplog: pytest
         ({"fp32_layers": ("conv",)}, "precision::fp32 was"),
         ({"most": to_bounds(8)}, "max was"),
         ({"least": to_bounds(2)}, "min was"),
-        ({"mean": (1.0,)}, "mean was"),
-        ({"std": (1.0,)}, "std was"),
+        ({"normalisation": Normalisation(mean=(1.0,))}, "mean was"),
+        ({"normalisation": Normalisation(std=(1.0,))}, "std was"),
         ({"workspace": 2}, "workspace was 1024, is 2"),
         ({"version_compatible": True}, "version_compatible was False, is True"),
         ({"gpu": "another"}, "GPU was a GPU, compute capability 9.0, is another"),

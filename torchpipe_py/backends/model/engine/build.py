@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchpipe_py.backends.model.engine.precision import (
     is_quantised,
     multiplying_layers,
 )
+from torchpipe_py.backends.model.normalisation import Normalisation
 from torchpipe_py.backends.model.onnx_graph import node_name
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.encryption.cipher import Cipher
@@ -33,7 +34,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything an engine depends on besides the machine. ``onnx`` includes mean and std.
+    """Everything an engine depends on besides the machine. ``onnx`` includes the normalisation.
 
     ``cipher``: of an encrypted model. Then no message quotes TensorRT, and the cache is encrypted.
     """
@@ -44,8 +45,7 @@ class EngineSpec:
     most: Bounds
     precision: str = "fp16"
     fp32_layers: tuple[str, ...] = ()
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    normalisation: Normalisation = field(default_factory=Normalisation)
     workspace: int = 1024
     version_compatible: bool = False
     cipher: Cipher | None = None
@@ -66,8 +66,9 @@ class EngineSpec:
             "precision::fp32": sorted(self.fp32_layers),
             "min": str(self.least),
             "max": str(self.most),
-            "mean": list(self.mean),
-            "std": list(self.std),
+            "mean": [],
+            "std": [],
+            **{key: list(numbers) for key, numbers in self.normalisation.by_key().items()},
             "workspace": self.workspace,
             "version_compatible": self.version_compatible,
         }
@@ -203,7 +204,7 @@ def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
     content = spec.onnx
     if api.is_strongly_typed(trt) and spec.precision in ("fp16", "best") and not is_quantised(content):
         content = half_model(content, spec.fp32_layers, spec.is_secret)
-        is_normalised = bool(spec.mean or spec.std)
+        is_normalised = bool(spec.normalisation)
         check_half(spec.model, spec.onnx, content, spec.fp32_layers, spec.least, is_normalised, spec.is_secret)
     parser = trt.OnnxParser(network, trt_logger)
     if not parser.parse(content):
