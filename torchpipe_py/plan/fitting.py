@@ -29,7 +29,8 @@ class Known:
     """Known properties of data between two backends: its kind, and the backend and node that produced it.
 
     The fields are empty if unknown. ``facts`` describes an image, by field names of ``ImageSpec``. ``unset_order`` is
-    the place where the channel order could be set, if it is not set and therefore BGR.
+    the place where the channel order could be set, if it is not set and therefore BGR. ``is_normalised``: an image had
+    ``mean`` and ``std`` applied.
     """
 
     kind: str = ""
@@ -37,6 +38,7 @@ class Known:
     node: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
     unset_order: Place | None = None
+    is_normalised: bool = False
 
 
 UNKNOWN = Known()
@@ -135,16 +137,23 @@ class _Walk:
             return self.any_of(plan.children, known)
         if cls.takes and known.kind not in ("", cls.takes):
             self._refuse_kind(plan, known)
-        elif known.facts:
-            image = ImageSpec(known.kind, **{name: fact.value for name, fact in known.facts.items()})
+        elif known.facts or known.kind in _NAMES:
+            sizes = {name: fact.value for name, fact in known.facts.items()}
+            image = ImageSpec(known.kind, **sizes, is_normalised=known.is_normalised)
             for name, why in cls.image_misfits(plan.params, image).items():
-                fact = known.facts[name]
-                self.errors.append(fact.place.error(f"{fact.shown}, {why}"))
+                if name == "kind":
+                    giver, place = self._giver(known)
+                    self.errors.append(place.error(f"{giver} before {plan.label} gives {known.kind}, {why}"))
+                else:
+                    fact = known.facts[name]
+                    self.errors.append(fact.place.error(f"{fact.shown}, {why}"))
         if cls.is_model and known.unset_order is not None:
             self.unset_order.append(known.unset_order)
         if cls.passes_on:
             return known
-        return Known(cls.gives, plan.label, self._node.name, self._facts(plan, known), self._unset_order(plan, known))
+        facts, order = self._facts(plan, known), self._unset_order(plan, known)
+        is_normalised = cls.normalises or (known.is_normalised and {cls.takes, cls.gives} <= _NAMES.keys())
+        return Known(cls.gives, plan.label, self._node.name, facts, order, is_normalised)
 
     def _unset_order(self, plan: BackendPlan, known: Known) -> Place | None:
         """The place to set the channel order, if the backend outputs BGR only by default."""
@@ -177,10 +186,14 @@ class _Walk:
             return self._owner.at(plan.keys[param])
         return replace(self._owner.place, key=plan.cls.parameters()[param].key)
 
-    def _refuse_kind(self, plan: BackendPlan, known: Known) -> None:
+    def _giver(self, known: Known) -> tuple[str, Place]:
+        """The backend that produced the data, as worded in messages, and the place of an error about it."""
         is_inside = known.node == self._node.name
         giver = known.giver if is_inside else f"{known.giver} of {known.node!r}"
-        place = self._owner.at("backend") if is_inside else replace(self._node.place, key="backend")
+        return giver, self._owner.at("backend") if is_inside else replace(self._node.place, key="backend")
+
+    def _refuse_kind(self, plan: BackendPlan, known: Known) -> None:
+        giver, place = self._giver(known)
         text = f"{plan.label} takes {plan.cls.takes}, and {giver} before it gives {known.kind}"
         self.errors.append(place.error(text + _advice(plan.cls.__name__, plan.cls.takes, known.kind)))
 
