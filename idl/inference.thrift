@@ -48,6 +48,7 @@ struct InferRequest {
     6: optional string traceparent,          // the trace it is part of, as in the W3C's header of that name
     7: optional string tracestate,
     8: optional i32 priority,                // 0 (normal) or 1 (low: taken when no normal request waits)
+    9: optional string parameters,           // for backends, such as {"threshold": 0.5}: an object in JSON
 }
 
 // A label with its score, and a list of such pairs, come as JSON text under their key; beside it stand "label" (text)
@@ -69,10 +70,11 @@ service InferenceService {
     void ping(),
     InferenceResult infer_batch(1: InferenceParams params) throws (1: InferenceError error),
     // params are images for a classifier. In their place, inputs are the inputs of requests to any pipeline, as
-    // InferRequest has them; outputs, node_name and uuid are for all of these.
+    // InferRequest has them; outputs, node_name, uuid and parameters are for all of these.
     list<InferenceOutcome> infer_many(1: list<InferenceParams> params, 2: i32 deadline_ms, 3: string traceparent,
                                       4: string tracestate, 5: i32 priority, 6: list<map<string, Value>> inputs,
-                                      7: list<string> outputs, 8: string node_name, 9: string uuid)
+                                      7: list<string> outputs, 8: string node_name, 9: string uuid,
+                                      10: string parameters)
         throws (1: InferenceError error),
     InferResponse infer(1: InferRequest request) throws (1: InferenceError error),
 }

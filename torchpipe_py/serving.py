@@ -107,6 +107,7 @@ if TYPE_CHECKING:
         is_long_json,
         priority_in,
         priority_of,
+        read_parameters,
         read_request,
     )
 
@@ -209,6 +210,7 @@ __all__ = [
     "protocol_of",
     "read_folder",
     "read_request",
+    "read_parameters",
     "read_streams",
     "reason",
     "release_freed_memory",
@@ -247,6 +249,7 @@ _IMPORTED_ON_USE = {
         "priority_in",
         "priority_of",
         "read_request",
+        "read_parameters",
     ),
 }
 """Modules that need msgspec: the command line imports this one before it can say that the library is missing."""

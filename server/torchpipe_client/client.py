@@ -87,6 +87,7 @@ class Client(BaseClient[Pool]):
         node_name: str | None = None,
         deadline_ms: int | None = None,
         priority: int = 0,
+        parameters: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         uuid: str = "",
         traceparent: str | None = None,
@@ -94,17 +95,20 @@ class Client(BaseClient[Pool]):
         """A result or an ``InferenceError`` for each of the images; raises if the whole call fails.
 
         Encoded images of a classifier have a ``Result`` each. Any pipeline runs if ``images`` are dicts of inputs as
-        ``infer`` has them, or if ``outputs`` or ``node_name`` is given; then each result is a dict with the keys that
-        ``outputs`` names, by default ``result``. With ``priority`` 1 they run when no request of the normal priority 0
-        waits.
+        ``infer`` has them, or if ``outputs``, ``node_name`` or ``parameters`` is given; then each result is a dict with
+        the keys that ``outputs`` names, by default ``result``. With ``priority`` 1 they run when no request of the
+        normal priority 0 waits. ``parameters`` are as those of ``infer``.
         """
         attempts, trace = Attempts(self._limits, timeout, deadline_ms), trace_fields(traceparent)
         if isinstance(images, (bytes, str, Mapping)):
             raise InvalidRequest(f"images: expected a list of bytes or dicts, got {type(images).__name__}")
         items = list(images)
-        if outputs is None and node_name is None and not any(isinstance(item, Mapping) for item in items):
+        is_plain = outputs is None and node_name is None and not parameters
+        if is_plain and not any(isinstance(item, Mapping) for item in items):
             return self._run(InferMany["list[Any]"](attempts, items, uuid, trace, priority=priority))
-        return self._run(InferManyOutputs["list[Any]"](attempts, items, outputs, node_name, uuid, trace, priority))
+        return self._run(
+            InferManyOutputs["list[Any]"](attempts, items, outputs, node_name, uuid, trace, priority, parameters)
+        )
 
     def infer(
         self,
@@ -114,6 +118,7 @@ class Client(BaseClient[Pool]):
         node_name: str | None = None,
         deadline_ms: int | None = None,
         priority: int = 0,
+        parameters: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         uuid: str = "",
         traceparent: str | None = None,
@@ -121,11 +126,12 @@ class Client(BaseClient[Pool]):
         """Run any pipeline: ``inputs`` are entries of the request's dict; returns the keys that ``outputs`` names.
 
         Values are bytes, text, numbers, NumPy arrays (``bool``, ``uint8``, ``int8`` to ``int64``, ``float16`` to
-        ``float64``, of any shape) and lists of arrays; results may also be dicts and lists, tuples are lists then. By
-        default ``outputs`` is ``result``.
+        ``float64``, of any shape) and lists of arrays; results may also be dicts and lists, tuples are lists then, and
+        ``Detections``. By default ``outputs`` is ``result``. ``parameters``, such as ``{"threshold": 0.5}``, are for
+        the pipeline's backends: values that JSON has.
         """
-        attempts = Attempts(self._limits, timeout, deadline_ms)
-        return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace_fields(traceparent), priority))
+        attempts, trace = Attempts(self._limits, timeout, deadline_ms), trace_fields(traceparent)
+        return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace, priority, parameters))
 
     def close(self) -> None:
         """Let running calls finish; later ones raise ``ClientClosed``. May be called again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import time
@@ -261,9 +262,10 @@ class InferManyOutputs(InferMany[T]):
 
     def __init__(
         self, attempts: Attempts, items: Iterable[Any], outputs: Iterable[str] | None, node_name: str | None,
-        uuid: str, trace: Mapping[str, Any], priority: int = 0,
+        uuid: str, trace: Mapping[str, Any], priority: int = 0, parameters: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._outputs, self._node_name, self._uuid = _output_keys(outputs), node_name, uuid
+        self._parameters = _parameters(parameters)
         super().__init__(attempts, items, uuid, trace, priority=priority)
 
     def _to_items(self, images: Iterable[Any], uuid: str) -> list[Any]:
@@ -275,7 +277,13 @@ class InferManyOutputs(InferMany[T]):
         return items
 
     def _arguments_of(self, items: list[Any]) -> dict[str, Any]:
-        return {"inputs": items, "outputs": self._outputs, "node_name": self._node_name, "uuid": self._uuid}
+        return {
+            "inputs": items,
+            "outputs": self._outputs,
+            "node_name": self._node_name,
+            "uuid": self._uuid,
+            "parameters": self._parameters,
+        }
 
     def _outcome(self, outcome: Any) -> Any:
         if outcome.response is None:
@@ -288,7 +296,7 @@ class Infer(Call["dict[str, Any]"]):
 
     def __init__(
         self, attempts: Attempts, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None,
-        uuid: str, trace: Mapping[str, Any], priority: int = 0,
+        uuid: str, trace: Mapping[str, Any], priority: int = 0, parameters: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__("infer", attempts)
         if not isinstance(inputs, Mapping):
@@ -297,7 +305,7 @@ class Infer(Call["dict[str, Any]"]):
         values = {key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()}
         self._request = IDL.InferRequest(
             uuid=uuid, inputs=values, node_name=node_name, outputs=self._outputs,
-            priority=_priority(priority) or None, **trace,
+            priority=_priority(priority) or None, parameters=_parameters(parameters), **trace,
         )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
@@ -313,6 +321,16 @@ def _output_keys(outputs: Iterable[str] | None) -> list[str]:
     if isinstance(outputs, str):
         raise errors.InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
     return list(outputs or ["result"])
+
+
+def _parameters(given: Mapping[str, Any] | None) -> str | None:
+    """Parameters for backends, as JSON. ``InvalidRequest`` for what JSON lacks."""
+    if not given:
+        return None
+    try:
+        return json.dumps(dict(given), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.InvalidRequest(f"parameters: {error}") from None
 
 
 def _priority(given: Any) -> int:

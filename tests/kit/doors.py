@@ -42,7 +42,7 @@ Arrays = Mapping[str, Any]
 class Asked(NamedTuple):
     """A request to the root ``model``: arrays of one item each by the names of inputs, and the outputs wanted.
 
-    ``inputs`` that are not arrays are for models that declare none.
+    ``inputs`` that are not arrays are for models that declare none. ``parameters`` are for backends.
     """
 
     model: str
@@ -50,6 +50,7 @@ class Asked(NamedTuple):
     outputs: Sequence[str]
     deadline_ms: float | None = None
 
+    parameters: Mapping[str, Any] = {}
 
 class ClientLeftError(TimeoutError):
     """The client has left before its answer."""
@@ -163,6 +164,8 @@ def python(house: House, asked: Asked) -> Answer:
         names = [spec.name for spec in house.pipe.signature(asked.model).inputs]
         given = {name: to_tensor(value) for name, value in asked.inputs.items()}
         data["data"] = given if names and names != ["data"] else given.pop("data")
+        if asked.parameters:
+            data["parameters"] = dict(asked.parameters)
         if asked.deadline_ms is not None:
             house.pipe(data, asked.deadline_ms / 1000)
         else:
@@ -228,7 +231,8 @@ def thrift(house: House, asked: Asked) -> Answer:
     with house.connect(Client) as client:
         try:
             inputs = {name: IDL.Value(tensor=_thrift_tensor(value)) for name, value in asked.inputs.items()}
-            outputs = client.infer(inputs, outputs=list(asked.outputs), node_name=asked.model, deadline_ms=deadline_ms)
+            more = {"outputs": list(asked.outputs), "node_name": asked.model, "deadline_ms": deadline_ms}
+            outputs = client.infer(inputs, **more, parameters=_thrift_parameters(asked))
         except IDL.InferenceError as error:
             return Answer(error.code, {}, error.message)
         values = {name: _from_value(outputs[name]) for name in asked.outputs}
@@ -242,6 +246,7 @@ def thrift_many(house: House, asked: Asked, rows: Sequence[Arrays] = ()) -> Answ
         {name: IDL.Value(tensor=_thrift_tensor(value)) for name, value in row.items()} for row in rows or [asked.inputs]
     ]
     more = {"outputs": list(asked.outputs), "node_name": asked.model, "deadline_ms": deadline_ms}
+    more["parameters"] = _thrift_parameters(asked)
     with house.connect(Client, framed=True) as client:
         try:
             outcomes = client.call("infer_many", inputs=inputs, **more)
@@ -258,6 +263,10 @@ def thrift_many(house: House, asked: Asked, rows: Sequence[Arrays] = ()) -> Answ
 def _thrift_tensor(array: np.ndarray) -> Any:
     dtype = "string" if array.dtype == object else array.dtype.name
     return IDL.Tensor(dtype=dtype, shape=list(array.shape), data=to_raw(array))
+
+def _thrift_parameters(asked: Asked) -> str | None:
+    return json.dumps(dict(asked.parameters)) if asked.parameters else None
+
 
 
 def _from_value(value: Any) -> Any:
@@ -284,7 +293,9 @@ class Http(NamedTuple):
 
 def infer(asked: Asked) -> Http:
     inputs = {name: _json_array(value) for name, value in asked.inputs.items()}
-    more = {} if asked.deadline_ms is None else {"deadline_ms": asked.deadline_ms}
+    more: dict[str, Any] = {} if asked.deadline_ms is None else {"deadline_ms": asked.deadline_ms}
+    if asked.parameters:
+        more["parameters"] = dict(asked.parameters)
     body = {"inputs": inputs, "outputs": list(asked.outputs), "node_name": asked.model, **more}
     return Http("/infer", json.dumps(body).encode(), {"content-type": "application/json"}, _read_infer)
 
@@ -365,6 +376,7 @@ def _oip_body(asked: Asked, inputs: list[dict[str, Any]], **parameters: Any) -> 
         parameters["deadline_ms"] = asked.deadline_ms
     return {"inputs": inputs, "parameters": parameters, "outputs": [{"name": name} for name in asked.outputs]}
 
+    parameters.update(asked.parameters)
 
 def _read_oip(body: bytes, fields: Mapping[str, str]) -> Arrays:
     size = int(fields.get("inference-header-content-length", len(body)))
@@ -470,7 +482,10 @@ def rpc(house: House, asked: Asked, is_compressed: bool = False) -> Answer:
 
     from torchpipe_py.methods.rpc.messages import message
 
-    more = {} if asked.deadline_ms is None else {"deadline_ms": {"double_param": asked.deadline_ms}}
+    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    more = {name: {kinds[type(value)]: value} for name, value in asked.parameters.items()}
+    if asked.deadline_ms is not None:
+        more["deadline_ms"] = {"double_param": asked.deadline_ms}
     request = message("inference.ModelInferRequest")(
         model_name=asked.model,
         inputs=[_member(name, array) for name, array in asked.inputs.items()],

@@ -50,7 +50,7 @@ class HttpHandler:
         admit = partial(self._admit, request) if self._pipe.is_refusing else None
         asked = read_request(
             request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images,
-            self._items, admit,
+            self._roots.parameters, self._items, admit,
         )  # fmt: skip
         request.check_client()
         accepted = accepted_image(request.fields.get("accept", ""))

@@ -29,7 +29,7 @@ class Inference:
         control: Control | None = None, may_load: bool = False, totals: Totals | None = None,
         forward_headers: str = "",
     ) -> None:  # fmt: skip
-        headers = ForwardedHeaders(forward_headers)
+        self.headers = headers = ForwardedHeaders(forward_headers)
         self.roots, self.deadlines, self.admission = Roots(run, stem), Deadlines(run, deadline_ms), FairAdmission(run)
         self.models = Models(run, stem, self.deadlines, self.admission)
         self._core = OpenInference(self.models, items, reply, control, may_load, totals)

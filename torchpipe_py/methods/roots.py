@@ -10,7 +10,7 @@ from torchpipe_py.errors import InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.folder import FIRST_VERSION
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.parameters import give
+from torchpipe_py.wire.parameters import check_near, give
 from torchpipe_py.wire.values import is_ranking, output_of
 
 _ALWAYS = (TASK_CONTEXT_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY)
@@ -21,7 +21,8 @@ class Root:
     """A root of a pipe: the names of its model's inputs, unless that is ``data`` alone, and its outputs.
 
     ``reads`` are the other keys that a request may have; ``None``: any. ``images`` are the inputs that are encoded
-    images. ``model`` is ``NAME/VERSION``.
+    images, ``parameters`` the names of a request's parameters that backends declare to read. ``model`` is
+    ``NAME/VERSION``.
     """
 
     def __init__(self, signature: Signature, reads: Collection[str] | None = None, model: str = "") -> None:
@@ -31,6 +32,7 @@ class Root:
         self.images = frozenset(spec.name for spec in signature.inputs if spec.is_image)
         self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
         self._reads, self.model = reads, model
+        self.parameters = signature.parameters
 
     def item(
         self, given: dict[str, Any], wanted: Collection[str] = (), node_name: str | None = None,
@@ -39,7 +41,8 @@ class Root:
         """The dict for the pipe of a request with these inputs: the model's own become ``data``, others are keys.
 
         A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. ``parameters`` are
-        for backends. Raises ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back.
+        for backends. Raises ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back, and for a
+        parameter whose name is nearly one that backends read.
         """
         item = self._inputs_of(given, wanted)
         if node_name is not None:
@@ -49,6 +52,7 @@ class Root:
         if parameters:
             give(item, parameters)
         return item
+            check_near(parameters, self.parameters)
 
     def _inputs_of(self, given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         own = [name for name in self.names if name in given]
@@ -148,6 +152,13 @@ class Roots:
             named = given.get(TASK_NODE_NAME_KEY)
             return named if isinstance(named, str) else None
         return node_name
+
+    def parameters(self, node_name: str | None) -> Collection[str]:
+        """The parameters that backends declare to read, at the root of this name; none if there is no such root."""
+        try:
+            return self.find(node_name).parameters
+        except UnknownNode:
+            return ()
 
 
 def root_of(run: pipe, node_name: str | None, stem: str) -> Root:

@@ -251,7 +251,8 @@ class pipe:
         return min(node.min for node in self._runtime.nodes.values())
 
     def signature(self, node_name: str | None = None) -> Signature:
-        """The types of ``data`` and ``result`` of a request to this root, as far as its backends declare them.
+        """The types of ``data`` and ``result`` of a request to this root, as far as its backends declare them, and the
+        parameters that any of them reads.
 
         Raises ``UnknownNode`` if it is not a root, or if it is omitted and there are several.
         """
@@ -259,7 +260,9 @@ class pipe:
         graph = self._runtime.graph
         ends = [name for name, roots in graph.reached_from.items() if root in roots and not graph.successors[name]]
         outputs = self._signature_of(ends[0]).outputs if len(ends) == 1 else ()
-        return Signature(self._signature_of(root).inputs, outputs)
+        reached = map(self._signature_of, self._reached(root))
+        parameters = dict.fromkeys(name for signature in reached for name in signature.parameters)
+        return Signature(self._signature_of(root).inputs, outputs, tuple(parameters))
 
     def _signature_of(self, name: str) -> Signature:
         runtime = self._runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
@@ -10,12 +9,11 @@ from multipart import MultipartError, PushMultipartParser, parse_options_header
 
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.json_values import InputReader
+from torchpipe_py.wire.json_values import InputReader, from_text
 
 MOST_FIELDS = 16  # parts that are not files
 TEXT_BYTES = 4096  # limit of a part that is not a file
 _FILE_KEY = "data"
-_JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 
 
 def read_form(
@@ -61,7 +59,9 @@ def read_form(
     if not files:
         raise InvalidRequest("form: no file; an image is one, as in curl -F data=@image.jpg")
     options.update({name: text for name, text in texts.items() if name in parameters})
-    given = {name: _value(name, content) for name, content in texts.items() if name not in parameters}
+    given = {
+        name: from_text(f"form: {name[:40]!r}", content) for name, content in texts.items() if name not in parameters
+    }
     fields = InputReader(text).read(given)
     for name in ("", _FILE_KEY):
         if name in fields:
@@ -69,15 +69,3 @@ def read_form(
                 f"form: a field {name!r}; {_FILE_KEY!r} is the file, other fields have names of their own"
             )
     return [{_FILE_KEY: file, **fields} for file in files]
-
-
-def _value(name: str, text: str) -> Any:
-    """A field's text read as JSON if it is a number, a boolean or a list, else the text."""
-    if text.lstrip(" \t\r\n-")[:1] not in _JSON_STARTS:
-        return text
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise InvalidRequest(f"form: {name[:40]!r} is nested too deeply") from None
-    except ValueError:
-        return text

@@ -14,7 +14,7 @@ from torchpipe_py.errors import DecodeError, InvalidRequest, counted, nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES, HttpRequest
-from torchpipe_py.wire.json_values import InputReader, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.json_values import InputReader, from_text, json_line, label_line, parse_json, to_json
 from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
@@ -61,20 +61,24 @@ _decode_options = msgspec.json.Decoder(_Options).decode
 Images = Callable[[Mapping[str, Any], "str | None"], Collection[str]]
 """The inputs that are encoded images, of a request with these inputs and this ``node_name``."""
 
+Taken = Callable[["str | None"], Collection[str]]
+"""The parameters that backends declare to read, of a request with this ``node_name``."""
+
 
 def read_request(
     body: bytes, query: str, fields: Mapping[str, str], text: Bound, headers: ForwardedHeaders, images: Images,
-    most: int, admit: Callable[[Asked], object] | None = None,
+    taken: Taken, most: int, admit: Callable[[Asked], object] | None = None,
 ) -> Asked:  # fmt: skip
     """Read a request. Raises ``InvalidRequest``. ``text`` bounds the texts of JSON, ``headers`` become parameters.
-    ``most`` bounds the items of a batch. A text of JSON for one of ``images`` is base64.
+    ``most`` bounds the items of a batch. A text of JSON for one of ``images`` is base64. Of parameters for backends, a
+    query and a form may have those that are ``taken``.
 
     ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
     read, which takes long, with a request that lacks them; it may raise.
     """
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
-    options = _parameters(query) if query else {}
+    options, others = _parameters(query) if query else ({}, {})
     items: list[Item]
     more: dict[str, Any] = {}
     is_batch = False
@@ -91,10 +95,16 @@ def read_request(
         # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
 
-        items = list(read_form(content_type, body, _OPTIONS, options, text, most))
+        names = (*_OPTIONS, *taken(options.get("node_name")))
+        form: dict[str, Any] = {}
+        items = list(read_form(content_type, body, names, form, text, most))
+        others.update({name: value for name, value in form.items() if name not in _OPTIONS})
+        options.update({name: value for name, value in form.items() if name in _OPTIONS})
         is_batch = len(items) > 1
     else:  # whatever the type: `curl --data-binary` sends that of a form
         items = [{"data": body}]
+    if others:
+        more = {**_for_backends(others, taken(options.get("node_name")), text), **more}
     parameters = headers.add_to(more, fields)
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:
@@ -122,12 +132,25 @@ def _is_stripped(body: bytes) -> bool:
     return not (b"\0" in body or b"\n" in body or b"\r" in body or body.isascii())
 
 
-def _parameters(query: str) -> dict[str, Any]:
+def _parameters(query: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options in a query, and its other parameters."""
     try:
         parameters = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
     except ValueError:
         raise InvalidRequest("the query has more than 16 parameters") from None
     parameters.pop("timing", None)  # the service's
+    others = {name: parameters.pop(name) for name in [*parameters] if name not in _OPTIONS}
+    return parameters, others
+
+
+def _for_backends(given: Mapping[str, str], taken: Collection[str], text: Bound) -> dict[str, Any]:
+    """The parameters of a query or form. ``InvalidRequest`` for one that no backend declares to read."""
+    for name in given:
+        if name not in taken:
+            known = nearest(name, (*_OPTIONS, "timing", *taken))
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; {known}; {_FIELDS}")
+    parameters = {name: from_text(f"parameter {name[:40]!r}", value) for name, value in given.items()}
+    check_values(parameters, text)
     return parameters
 
 
@@ -180,13 +203,7 @@ def _read_json(
     for key in value:
         if key not in _MEMBERS:
             raise InvalidRequest(f"unknown member {key[:40]!r}; the members are {', '.join(_MEMBERS)}")
-    more = value.get("parameters") or {}
-    if not isinstance(more, dict):
-        raise InvalidRequest("parameters is not an object")
-    own, more = split("", more, _OPTIONS)
-    for key in own:
-        raise InvalidRequest(f"parameter {key!r}: it stands beside inputs, not in parameters")
-    check_values(more, text)
+    more = parameters_of(value.get("parameters"), text)
     if isinstance(value.get("outputs"), str):
         raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
     milliseconds(value.get("deadline_ms"), (int, float))
@@ -200,6 +217,31 @@ def _read_json(
     if (count := sum(len(inputs) for inputs in given if isinstance(inputs, dict))) > MOST_BATCH_INPUTS:
         raise InvalidRequest(f"{count} inputs in one call; the limit is {MOST_BATCH_INPUTS}")
     return [_item(inputs, reader, images, node_name) for inputs in given], more, True
+
+
+def read_parameters(given: str | None, text: Bound, headers: ForwardedHeaders) -> dict[str, Any]:
+    """Parameters for backends, of a text of JSON. Raises ``InvalidRequest``, ``RequestTooLargeError``."""
+    if not given:
+        return {}
+    if len(given) > 2 * text.bytes:
+        raise RequestTooLargeError(f"parameters of {len(given)} characters; the limit is {2 * text.bytes}")
+    try:
+        value = parse_json(given.encode("utf-8", "surrogatepass"))
+    except InvalidRequest as error:
+        raise type(error)(f"parameters: {error}") from None
+    return headers.add_to(parameters_of(value, text), {})
+
+
+def parameters_of(given: Any, text: Bound) -> dict[str, Any]:
+    """An object of JSON as parameters for backends. Raises ``InvalidRequest``, ``RequestTooLargeError``."""
+    given = given or {}
+    if not isinstance(given, dict):
+        raise InvalidRequest("parameters is not an object")
+    own, others = split("", given, _OPTIONS)
+    for key in own:
+        raise InvalidRequest(f"parameter {key!r}: it stands beside inputs, not in parameters")
+    check_values(others, text)
+    return others
 
 
 def _item(given: Any, reader: InputReader, images: Images, node_name: str | None) -> Item:
@@ -217,10 +259,6 @@ def _item(given: Any, reader: InputReader, images: Images, node_name: str | None
 def _asked(
     items: list[Item], options: Mapping[str, Any], hint: str, parameters: dict[str, Any], is_batch: bool
 ) -> Asked:
-    for name in options:
-        if name not in _OPTIONS:
-            known = nearest(name, (*_OPTIONS, "timing"))
-            raise InvalidRequest(f"unknown parameter {name[:40]!r}; {known}; {_FIELDS}")
     outputs = options.get("outputs") or "result"
     keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):

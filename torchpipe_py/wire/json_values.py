@@ -46,6 +46,7 @@ _PART = 2**13  # elements of nested lists that become an array without a pause
 _DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """The types of each of NumPy's kinds as Python reads them. Other JSON of the same values becomes these first."""
+_JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 _SHOWN = {
     bool: "true or false", float: "fractions", int: "numbers", list: "lists of several depths", str: "texts",
     type(None): "null",
@@ -181,6 +182,18 @@ def from_json(where: str, value: Any) -> Any:
 
 def from_base64(where: str, text: Any, problem: str = "b64 is not base64") -> bytes:
     """The bytes of a text that is base64, perhaps in lines, or a data URI. ``InvalidRequest`` with the ``problem``."""
+def from_text(where: str, text: str) -> Any:
+    """A number, a boolean or a list of JSON; any other text as it is."""
+    if text.lstrip(" \t\r\n-")[:1] not in _JSON_STARTS:
+        return text
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InvalidRequest(f"{where} is nested too deeply") from None
+    except ValueError:
+        return text
+
+
     if isinstance(text, str):
         if (uri := _DATA_URI.match(text)) is not None:
             if not uri[1].lower().endswith(";base64"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -56,6 +56,15 @@ def _check_name(where: str, name: str, known: Iterable[str]) -> None:
         reason = next((reason for prefix, reason in _REFUSED.items() if near.startswith(prefix)), "")
         hint = f"; {reason}" if reason else ""
         raise InvalidRequest(f"{where}unknown parameter {name[:40]!r}; did you mean {near!r}?{hint}")
+
+
+def check_near(given: Iterable[str], known: Collection[str]) -> None:
+    """``InvalidRequest`` for a parameter whose name is nearly one of those ``known`` to be read."""
+    for name in given if known else ():
+        if name not in known:
+            plain = name[:64].lower().replace("-", "_")
+            for near in get_close_matches(plain, known, 1, 0.8):
+                raise InvalidRequest(f"unknown parameter {name[:40]!r}; did you mean {near!r}?")
 
 
 def check_values(given: Mapping[str, Any], text: Bound) -> None:

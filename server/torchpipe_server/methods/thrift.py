@@ -8,10 +8,12 @@ from typing import Any
 from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.serving import (
     OK,
+    Bound,
     Cancellable,
     Deadlines,
     Done,
     FairAdmission,
+    ForwardedHeaders,
     Method,
     ReplyBudget,
     ReplyTooLargeError,
@@ -24,6 +26,7 @@ from torchpipe_py.serving import (
     output_of,
     priority_in,
     priority_of,
+    read_parameters,
     report,
     size_of,
     trace_fields,
@@ -36,16 +39,18 @@ from torchpipe_server.wire.thrift import MESSAGE_BYTES, struct_size
 class InferenceHandler:
     """``InferenceService`` on a pipe. The I/O thread starts methods, the pipe's threads finish them.
 
-    ``max_batch`` bounds the images of one call, ``max_reply_bytes`` the values copied into a reply.
+    ``max_batch`` bounds the images of one call, ``max_reply_bytes`` the values copied into a reply, ``text`` the
+    parameters of a request; none of these is one of ``headers``, which Thrift lacks.
     """
 
     def __init__(
         self, run: pipe, idl: Any, deadlines: Deadlines | None = None, max_batch: int = 256,
         max_reply_bytes: int = 64 * 2**20, admission: FairAdmission | None = None, roots: Roots | None = None,
+        text: Bound = Bound(2**20, "--max-text-bytes"), headers: ForwardedHeaders = ForwardedHeaders(),  # noqa: B008
     ) -> None:  # fmt: skip
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
-        self._admission = admission or FairAdmission(run)
+        self._admission, self._text, self._headers = admission or FairAdmission(run), text, headers
         self._service, self._roots = idl.InferenceService, roots or Roots(run, "")
         self.methods: Mapping[str, Method] = {
             "ping": Method(self._service.ping_args, self._ping),
@@ -101,8 +106,8 @@ class InferenceHandler:
         """A call with ``params``: the ``InferenceOutcome`` of each has a label and a score."""
         params, outcome_type = _given(args, "params"), self._idl.InferenceOutcome
         self._check_batch(len(params), "image")
-        if args.outputs is not None or args.node_name is not None:
-            raise InvalidRequest("outputs and node_name are for 'inputs', not for 'params'")
+        if (args.outputs, args.node_name, args.parameters) != (None, None, None):
+            raise InvalidRequest("outputs, node_name and parameters are for 'inputs', not for 'params'")
 
         def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
             result, error = self._outcome(data, error)
@@ -119,12 +124,13 @@ class InferenceHandler:
         self._check_batch(len(args.inputs), "request")
         keys, uuid, outcome_type = _keys(args.outputs), args.uuid or "", self._idl.InferenceOutcome
         check_name("uuid", uuid)
+        parameters = read_parameters(args.parameters, self._text, self._headers)
         given = [_inputs(inputs) for inputs in args.inputs]
         frame = MESSAGE_BYTES + len("infer_many") + struct_size(self._service.infer_many_result(success=[]))
         budget = ReplyBudget(self._reply, frame, struct_size, "send fewer inputs in a call")
 
         def enter(inputs: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
-            return self._roots.item(inputs, args.node_name, priority or None, keys)
+            return self._roots.item(inputs, args.node_name, priority or None, keys, parameters)
 
         def answer(root: Root, data: dict[str, Any]) -> Any:
             return outcome_type(response=self._response(uuid, data, keys, root))
@@ -144,7 +150,8 @@ class InferenceHandler:
         keys = _keys(request.outputs)
         check_name("uuid", request.uuid)
         priority = None if request.priority is None else priority_of(request.priority)
-        root, data = self._roots.item(_inputs(request.inputs), request.node_name, priority, keys)
+        parameters = read_parameters(request.parameters, self._text, self._headers)
+        root, data = self._roots.item(_inputs(request.inputs), request.node_name, priority, keys, parameters)
         uuid, result_type = request.uuid, self._service.infer_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:

@@ -86,8 +86,9 @@ def usual_service(options: Options, run: pipe, control: Control | None = None, t
         options.forward_headers,
     )
     thrift = InferenceHandler(
-        run, load_idl(), usual.deadlines, options.max_batch, options.max_reply_bytes, usual.admission, usual.roots
-    )
+        run, load_idl(), usual.deadlines, options.max_batch, options.max_reply_bytes, usual.admission, usual.roots,
+        text, usual.headers,
+    )  # fmt: skip
     page = [] if options.no_page else PageHandler(run, usual.roots, usual.models, usual.deadlines, options).routes
     routes = Routes([*usual.routes, *page], options.elsewhere)
     return Served(thrift.methods, routes, () if options.grpc_port < 0 else usual.rpcs(), usual.models.figures)

@@ -89,7 +89,7 @@ def request(text: str) -> dict[str, Any]:
 WRONG_MANY = {
     "params or inputs": ({"params": [IDL.InferenceParams(uuid="", data=b"")], "inputs": [request("a")]}, "not both"),
     "too many": ({"inputs": [request("a")] * 3}, "3 requests in one call; the limit is 2 (--max-batch)"),
-    "outputs of images": ({"params": [], "outputs": ["result"]}, "outputs and node_name are for 'inputs'"),
+    "outputs of images": ({"params": [], "outputs": ["result"]}, "outputs, node_name and parameters are for 'inputs'"),
     "a long key": ({"inputs": [{"x" * 5000: IDL.Value(integer=1)}]}, "a name of 5000 characters"),
     "a long uuid": ({"inputs": [], "uuid": "x" * 5000}, "a name of 5000 characters"),
     "an empty value": ({"inputs": [{"data": IDL.Value()}]}, "exactly one field set"),

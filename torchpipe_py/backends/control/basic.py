@@ -67,7 +67,8 @@ class Several(Backend):
     def signature(self) -> Signature:
         children = self.config.children
         last = next((child for child in reversed(children) if not child.passes_on), children[-1])
-        return Signature(children[0].signature().inputs, last.signature().outputs)
+        parameters = dict.fromkeys(name for child in children for name in child.signature().parameters)
+        return Signature(children[0].signature().inputs, last.signature().outputs, tuple(parameters))
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)

@@ -89,8 +89,9 @@ class PageHandler:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
         asked = read_request(
-            request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images, 1
-        )
+            request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images,
+            self._roots.parameters, 1,
+        )  # fmt: skip
         request.check_client()
         given = asked.items[0] if asked.items else None
         if not isinstance(given, dict):
