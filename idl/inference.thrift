@@ -52,11 +52,13 @@ struct InferRequest {
 }
 
 // A label with its score, and a list of such pairs, come as JSON text under their key; beside it stand "label" (text)
-// and "score" (number), those of the first pair.
+// and "score" (number), those of the first pair. Detections come as JSON text: a list of objects with "box" ([left, top,
+// right, bottom] in pixels), "score", "class", and perhaps "label", "keypoints" and "mask".
 struct InferResponse {
     1: required string uuid,
     2: required map<string, Value> outputs,
     3: optional list<string> json,           // keys of outputs whose text is JSON
+    4: optional list<string> detections,     // those of them that are detections
 }
 
 // One item of infer_many: exactly one of the three fields is set.

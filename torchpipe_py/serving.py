@@ -94,7 +94,7 @@ from torchpipe_py.wire.errors import (
     report,
 )
 from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest, joined_fields
-from torchpipe_py.wire.json_values import to_text
+from torchpipe_py.wire.json_values import json_plain, to_text
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 
@@ -189,6 +189,7 @@ __all__ = [
     "is_long_json",
     "joined_fields",
     "json_answer",
+    "json_plain",
     "keep_freed_memory",
     "limit_threads",
     "limited_ms",
@@ -209,8 +210,8 @@ __all__ = [
     "priority_of",
     "protocol_of",
     "read_folder",
-    "read_request",
     "read_parameters",
+    "read_request",
     "read_streams",
     "reason",
     "release_freed_memory",
@@ -248,8 +249,8 @@ _IMPORTED_ON_USE = {
         "is_long_json",
         "priority_in",
         "priority_of",
-        "read_request",
         "read_parameters",
+        "read_request",
     ),
 }
 """Modules that need msgspec: the command line imports this one before it can say that the library is missing."""

@@ -24,7 +24,8 @@ from kit.waits import WAIT, eventually
 from onnx import TensorProto, helper, numpy_helper
 from torchpipe_server.front import connection
 
-from torchpipe_py import Backend, registry
+from torchpipe_py import Backend, Detections, Signature, TensorSpec, registry
+from torchpipe_py.backends.signature import detection_outputs
 from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_TEXTS, MOST_VALUES
 
 Arrays = dict[str, Any]
@@ -62,6 +63,10 @@ class Kind(NamedTuple):
 F = TensorProto.FLOAT
 ROW = np.array([[5, 6, 7, 8]], "f4")
 ONES = np.ones((1, 4), "f4")
+DETECTIONS = Detections(
+    np.array([[0.1, 2, 30, 40], [1e-3, 6, 7.77, 1234.5678]], "f4"), [0.9, 1 / 3], [1, 0], ("cat", "größe"),
+    [[[1, 2, 0.5]], [[3, 4, 0.1]]], ([[[0, 0], [1.5, 0], [1, 1]]], {"size": [2, 2], "counts": "04"}),
+)  # fmt: skip
 NESTED = {"size": [4, [1.5, None]], "text": "ä"}
 
 
@@ -108,6 +113,17 @@ class Short(Backend):
     def forward(self, items: list[dict[str, Any]]) -> None:
         for item in items:
             item["result"] = np.ones((1, 1), "f4")
+
+
+class Detects(Backend):
+    """Two objects with all that detections may have."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            item["result"] = DETECTIONS
+
+    def signature(self) -> Signature:
+        return Signature((TensorSpec("data", (None, 4), "float32"),), detection_outputs(keypoints=1, has_masks=True))
 
 
 class Gated(Backend):
@@ -194,6 +210,32 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
         {"backend": "Nested"}, {"data": ROW}, {"result": {"size": [4, [1.5, None]], "text": "ä"}}, (), True
     )
     kinds["texts"] = identity(folder, "texts", TensorProto.STRING, to_texts(["a", "ü"], (1, 2)), ["n", "w"])
+    kinds["detector"] = Kind(
+        {"backend": "Detects"}, {"data": ROW},
+        {
+            "boxes": DETECTIONS.boxes, "scores": DETECTIONS.scores, "classes": DETECTIONS.classes,
+            "labels": to_texts(["größe", "cat"], [2]), "keypoints": DETECTIONS.keypoints,
+            "masks": to_texts(["[[[0, 0], [1.5, 0], [1, 1]]]", '{"size": [2, 2], "counts": "04"}'], [2]),
+            "offsets": np.array([0, 2]),
+        },
+        ["data"], True,
+    )  # fmt: skip
+    yolo = np.zeros((1, 6, 8), "f4")  # two classes, eight places
+    yolo[0, :, 1], yolo[0, :, 3] = [10, 10, 8, 8, 0.9, 0.1], [20, 20, 4, 4, 0.2, 0.6]
+    node = save(
+        folder, "yolo",
+        [make("ReduceMin", ["x"], ["least"], axes=[1, 2, 3]), make("Reshape", ["least", "to"], ["each"]),
+         make("Mul", ["each", "found"], ["y"])],
+        {"x": (F, ["n", 3, 32, 32])}, {"y": (F, ["n", 6, 8])}, {"found": yolo, "to": np.array([-1, 1, 1])},
+    )  # fmt: skip
+    kinds["yolo"] = Kind(
+        {**node, "postprocessor": "YoloBoxes", "least_threshold": 0.1}, {"x": np.ones((1, 3, 32, 32), "f4")},
+        {
+            "boxes": np.array([[6, 6, 14, 14], [18, 18, 22, 22]], "f4"), "scores": np.array([0.9, 0.6], "f4"),
+            "classes": np.array([0, 1]), "offsets": np.array([0, 2]),
+        },
+        ["x"],
+    )  # fmt: skip
     kinds["large_reply"] = Kind(
         {**save(
             folder, "large_reply", [make("Expand", ["x", "to"], ["y"])], {"x": (F, ["n", 1])}, {"y": (F, ["n", 2**15])},
@@ -207,7 +249,8 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
 NAMES = (
     *DTYPES, "own_data", "own_data_last", "own_result", "own_error", "own_priority", "own_node_name", "own_context",
     "own_parameters", "gives_result", "gives_data", "gives_error", "only_data", "any_name", "wide", "nhwc", "no_batch",
-    "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested", "texts",
+    "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested", "texts", "detector",
+    "yolo",
 )  # fmt: skip
 
 
@@ -230,6 +273,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
     nodes["gated"] = {"backend": "Gated", "instance_num": 1}
     with registry.default.restored() as default:
         default.register_backend(Nested, "Nested")
+        default.register_backend(Detects, "Detects")
         default.register_backend(Gated, "Gated")
         default.register_backend(Short, "Short")
         with doors.house(nodes) as house:
@@ -460,6 +504,31 @@ def test_batch_with_wrong_inputs_is_invalid(table: Table, mistake: str, door: st
         inputs = {key: np.concatenate([value] * 3) for key, value in wrong.items()}
         answer = ROW_DOORS[door](table.house, table.asked(name, inputs))
         assert (answer.code, answer.values) == ("invalid_request", {}), (name, answer)
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+@every_door
+@pytest.mark.parametrize(
+    ("parameters", "scores", "said"),
+    [
+        ({"threshold": 0.7}, [0.9], ""),
+        ({"classes": "1", "max_det": 1}, [0.6], ""),
+        ({"threshold": 0.05}, [], "parameter 'threshold': must be from 0.1 to 1, got 0.05"),
+        ({"threshold": "high"}, [], "parameter 'threshold'"),
+        ({"max_det": 1000}, [], "must be from 1 to 300"),
+    ],
+)
+def test_parameters_of_a_detector_keep_its_bounds(
+    table: Table, parameters: dict[str, Any], scores: list[float], said: str, door: str
+) -> None:
+    answer = DOORS[door](table.house, table.asked("yolo", parameters=parameters))
+    if said:
+        assert answer.code == "invalid_request"
+        assert said in answer.message
+    else:
+        assert np.array_equal(answer.values["scores"], np.array(scores, "f4"))
 
 
 # -- late and cancelled ---------------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ import torchpipe_py.errors
 from kit.clients import IDL, Client, HttpClient, infer_rpc
 from kit.services import ROOT, LocalServer
 from kit.waits import WAIT
-from torchpipe_py import pipe
+from torchpipe_py import Detections, pipe
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.service import PipeReplica
+from torchpipe_py.wire.detections import tensors_of
 from torchpipe_py.wire.errors import code_of, reason
 from torchpipe_py.wire.http import HttpRequest
 
@@ -49,8 +50,8 @@ class Asked(NamedTuple):
     inputs: Arrays
     outputs: Sequence[str]
     deadline_ms: float | None = None
-
     parameters: Mapping[str, Any] = {}
+
 
 class ClientLeftError(TimeoutError):
     """The client has left before its answer."""
@@ -160,12 +161,12 @@ def from_tensor(value: Any) -> Any:
 def python(house: House, asked: Asked) -> Answer:
     """A model's inputs are a dict under ``data``; so are its outputs, in the model's order, its result."""
     data: dict[str, Any] = {"node_name": asked.model}
+    if asked.parameters:
+        data["parameters"] = dict(asked.parameters)
     try:
         names = [spec.name for spec in house.pipe.signature(asked.model).inputs]
         given = {name: to_tensor(value) for name, value in asked.inputs.items()}
         data["data"] = given if names and names != ["data"] else given.pop("data")
-        if asked.parameters:
-            data["parameters"] = dict(asked.parameters)
         if asked.deadline_ms is not None:
             house.pipe(data, asked.deadline_ms / 1000)
         else:
@@ -178,10 +179,18 @@ def python(house: House, asked: Asked) -> Answer:
             raise reason(data, "result")
     except torchpipe_py.errors.TorchpipeError as error:
         return Answer(code_of(error), {}, str(error))
+    return Answer("ok", outputs_of(house, asked, data["result"]))
+
+
+def outputs_of(house: House, asked: Asked, result: Any) -> Arrays:
+    """The outputs that are asked for, of a result in Python."""
+    if isinstance(result, Detections):
+        tensors = tensors_of("result", [result])
+        return {name: tensors.get(name, result) for name in asked.outputs}
     declared = [spec.name for spec in house.pipe.signature(asked.model).outputs] or ["result"]
-    values = data["result"] if len(declared) > 1 else [data["result"]]
+    values = result if len(declared) > 1 else [result]
     found = {name: from_tensor(value) for name, value in zip(declared, values, strict=True)}
-    return Answer("ok", {name: found[name] for name in asked.outputs})
+    return {name: found[name] for name in asked.outputs}
 
 
 def python_rows(house: House, asked: Asked) -> Answer:
@@ -198,12 +207,7 @@ def python_rows(house: House, asked: Asked) -> Answer:
                 raise reason(item, "result")
     except torchpipe_py.errors.TorchpipeError as error:
         return Answer(code_of(error), {}, str(error))
-    declared = [spec.name for spec in house.pipe.signature(asked.model).outputs] or ["result"]
-    parts = []
-    for item in items:
-        values = item["result"] if len(declared) > 1 else [item["result"]]
-        parts.append({name: from_tensor(value) for name, value in zip(declared, values, strict=True)})
-    return Answer("ok", {name: value for name, value in joined(parts).items() if name in asked.outputs})
+    return Answer("ok", joined([outputs_of(house, asked, item["result"]) for item in items]))
 
 
 def rows_of(asked: Asked) -> list[Arrays]:
@@ -216,7 +220,10 @@ def joined(parts: Sequence[Arrays]) -> Arrays:
     """The outputs of rows as arrays of all of them."""
     if len(parts) == 1:
         return parts[0]
-    return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
+    arrays = {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
+    if "offsets" in arrays:  # of detections: each row's begin with 0
+        arrays["offsets"] = np.cumsum([0, *[part["offsets"][-1] for part in parts]])
+    return arrays
 
 
 def is_array(value: Any) -> bool:
@@ -260,13 +267,13 @@ def thrift_many(house: House, asked: Asked, rows: Sequence[Arrays] = ()) -> Answ
         return Answer("ok", joined(parts), "", sent, client.counted.received)
 
 
-def _thrift_tensor(array: np.ndarray) -> Any:
-    dtype = "string" if array.dtype == object else array.dtype.name
-    return IDL.Tensor(dtype=dtype, shape=list(array.shape), data=to_raw(array))
-
 def _thrift_parameters(asked: Asked) -> str | None:
     return json.dumps(dict(asked.parameters)) if asked.parameters else None
 
+
+def _thrift_tensor(array: np.ndarray) -> Any:
+    dtype = "string" if array.dtype == object else array.dtype.name
+    return IDL.Tensor(dtype=dtype, shape=list(array.shape), data=to_raw(array))
 
 
 def _from_value(value: Any) -> Any:
@@ -372,11 +379,11 @@ def _oip_path(asked: Asked) -> str:
 
 
 def _oip_body(asked: Asked, inputs: list[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
+    parameters.update(asked.parameters)
     if asked.deadline_ms is not None:
         parameters["deadline_ms"] = asked.deadline_ms
     return {"inputs": inputs, "parameters": parameters, "outputs": [{"name": name} for name in asked.outputs]}
 
-    parameters.update(asked.parameters)
 
 def _read_oip(body: bytes, fields: Mapping[str, str]) -> Arrays:
     size = int(fields.get("inference-header-content-length", len(body)))

@@ -9,7 +9,9 @@ from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.folder import FIRST_VERSION
+from torchpipe_py.results import Detections
 from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.wire import detections
 from torchpipe_py.wire.parameters import check_near, give
 from torchpipe_py.wire.values import is_ranking, output_of
 
@@ -30,9 +32,9 @@ class Root:
         self.names = [] if names == [TASK_DATA_KEY] else names
         self.outputs = signature.outputs
         self.images = frozenset(spec.name for spec in signature.inputs if spec.is_image)
+        self.parameters = signature.parameters
         self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
         self._reads, self.model = reads, model
-        self.parameters = signature.parameters
 
     def item(
         self, given: dict[str, Any], wanted: Collection[str] = (), node_name: str | None = None,
@@ -50,9 +52,9 @@ class Root:
         if priority is not None:
             item[TASK_PRIORITY_KEY] = priority
         if parameters:
+            check_near(parameters, self.parameters)
             give(item, parameters)
         return item
-            check_near(parameters, self.parameters)
 
     def _inputs_of(self, given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         own = [name for name in self.names if name in given]
@@ -85,9 +87,13 @@ class Root:
     def output(self, data: Mapping[str, Any], key: str) -> Any:
         """The value of an output: one of the model's own by its name, or else what is under this key of the dict.
 
-        Without a result, raises the error that explains why.
+        ``Detections`` have those that ``tensors_of`` gives. Without a result, raises the error that explains why.
         """
         index, count = self._of_output.get(key), len(self._of_output)
+        if key in detections.FIELDS and (index is not None or key not in data):
+            result = data.get(TASK_RESULT_KEY)
+            if isinstance(result, Detections) and key in (tensors := detections.tensors_of(TASK_RESULT_KEY, [result])):
+                return tensors[key]
         if index is None:
             return output_of(data, key, self._of_output)
         result = output_of(data, TASK_RESULT_KEY)
@@ -147,18 +153,18 @@ class Roots:
         except UnknownNode:
             return ()
 
-    def _named(self, given: Mapping[str, Any], node_name: str | None) -> str | None:
-        if node_name is None and self._pipe.only_root is None:
-            named = given.get(TASK_NODE_NAME_KEY)
-            return named if isinstance(named, str) else None
-        return node_name
-
     def parameters(self, node_name: str | None) -> Collection[str]:
         """The parameters that backends declare to read, at the root of this name; none if there is no such root."""
         try:
             return self.find(node_name).parameters
         except UnknownNode:
             return ()
+
+    def _named(self, given: Mapping[str, Any], node_name: str | None) -> str | None:
+        if node_name is None and self._pipe.only_root is None:
+            named = given.get(TASK_NODE_NAME_KEY)
+            return named if isinstance(named, str) else None
+        return node_name
 
 
 def root_of(run: pipe, node_name: str | None, stem: str) -> Root:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult
+from torchpipe_py.results import Detections
+from torchpipe_py.wire import detections
 from torchpipe_py.wire.answers import utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES
@@ -44,9 +46,9 @@ NUMBER_BYTES = 2
 _BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
 _PART = 2**13  # elements of nested lists that become an array without a pause
 _DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
+_JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """The types of each of NumPy's kinds as Python reads them. Other JSON of the same values becomes these first."""
-_JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 _SHOWN = {
     bool: "true or false", float: "fractions", int: "numbers", list: "lists of several depths", str: "texts",
     type(None): "null",
@@ -180,8 +182,6 @@ def from_json(where: str, value: Any) -> Any:
     raise InvalidRequest(f"{where}expected a text, a number, {forms}, or a list")
 
 
-def from_base64(where: str, text: Any, problem: str = "b64 is not base64") -> bytes:
-    """The bytes of a text that is base64, perhaps in lines, or a data URI. ``InvalidRequest`` with the ``problem``."""
 def from_text(where: str, text: str) -> Any:
     """A number, a boolean or a list of JSON; any other text as it is."""
     if text.lstrip(" \t\r\n-")[:1] not in _JSON_STARTS:
@@ -194,6 +194,8 @@ def from_text(where: str, text: str) -> Any:
         return text
 
 
+def from_base64(where: str, text: Any, problem: str = "b64 is not base64") -> bytes:
+    """The bytes of a text that is base64, perhaps in lines, or a data URI. ``InvalidRequest`` with the ``problem``."""
     if isinstance(text, str):
         if (uri := _DATA_URI.match(text)) is not None:
             if not uri[1].lower().endswith(";base64"):
@@ -333,7 +335,7 @@ def _json_of(key: str, value: Any, most: Bound | None) -> str:
         return _json_of_array(key, value, most)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return f"[{', '.join([_json_of(key, item, most) for item in value])}]"
-    return to_text(key, value)
+    return to_text(key, value, most)
 
 
 def numbers_to_json(array: np.ndarray, most: Bound | None = None, hint: str = "") -> str:
@@ -384,20 +386,27 @@ def label_line(value: tuple[Any, Any]) -> bytes:
     return utf8_json(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')
 
 
-def to_text(key: str, value: Any) -> str:
-    """A pipeline's value under ``key`` as JSON. Raises ``NoResult`` for a type that JSON lacks."""
+def to_text(key: str, value: Any, most: Bound | None = None) -> str:
+    """A pipeline's value under ``key`` as JSON. Raises ``NoResult`` for a type that JSON lacks.
+
+    ``ReplyTooLargeError`` for ``Detections`` of more than ``most``.
+    """
     if type(value) is int or (type(value) is float and math.isfinite(value)):
         return repr(value)
+    if isinstance(value, Detections):
+        return detections.to_text(key, value, most)
     try:
         return _encode(value)
     except (TypeError, ValueError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 
 
-def _plain(value: Any) -> Any:
-    """A form in JSON for types that it lacks."""
+def json_plain(value: Any) -> Any:
+    """A form in JSON for types that it lacks. Raises ``TypeError`` for those that have none."""
+    if isinstance(value, Detections):
+        return detections.to_rows("result", value)
     return {"b64": base64.b64encode(value).decode()} if isinstance(value, (bytes, bytearray)) else plain(value)
 
 
-_encode = json.JSONEncoder(default=_plain, ensure_ascii=False, allow_nan=False).encode
+_encode = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
 _PIECE = 2**13  # numbers that are encoded without a pause

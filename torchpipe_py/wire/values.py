@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
+from torchpipe_py.results import Detections
 from torchpipe_py.wire.errors import reason
 
 # Data types of numbers that PyTorch and NumPy share; bfloat16 comes in and goes out as float32.
@@ -28,6 +29,7 @@ _FLOAT32_BYTES = 4
 LENGTH = struct.Struct("<I")  # before each text of an array
 NAME_CHARACTERS = 1024  # limit of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
+_DETECTION_BYTES = len('{"box":[0,0,0,0],"score":0,"class":0},')  # of one in JSON, at least
 MOST_TENSORS = 256  # in one value
 MOST_TEXTS = 2**12  # in an array
 MOST_DIMENSIONS = 32
@@ -94,6 +96,10 @@ def json_size(value: Any) -> int:
         return len(value)
     if is_array(value):
         return 2 * int(math.prod(value.shape))
+    if isinstance(value, Detections):
+        points = 0 if value.keypoints is None else 2 * value.keypoints.size
+        files = [mask for mask in value.masks or () if isinstance(mask, bytes)]
+        return _DETECTION_BYTES * len(value) + points + sum(map(json_size, files))
     if isinstance(value, (list, tuple)):
         return sum(map(json_size, value)) if any(map(is_array, value)) else 2 * len(value)
     return 0

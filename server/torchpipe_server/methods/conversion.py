@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.serving import answers, to_text
+from torchpipe_py import Detections, InvalidRequest, NoResult
+from torchpipe_py.serving import Bound, answers, to_text
 from torchpipe_py.serving import values as wire
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
@@ -39,11 +39,11 @@ def _to_tensor(tensor: Any) -> torch.Tensor | np.ndarray:
     return torch.from_numpy(wire.array_of_bytes("tensor: ", tensor.dtype, tensor.shape, tensor.data))
 
 
-def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
+def to_values(idl: Any, key: str, value: Any, most: Bound | None = None) -> dict[str, Any]:
     """A pipeline's value under ``key`` as named ``Value``s.
 
-    Dicts and lists, such as boxes, become JSON text. So do ``(label, score)`` and lists of such pairs, best first, with
-    ``label`` and ``score`` of the first beside them.
+    Dicts, lists and ``Detections``, of ``most`` bytes, become JSON text. So do ``(label, score)`` and lists of such
+    pairs, best first, with ``label`` and ``score`` of the first beside them.
     """
     is_pair = wire.is_label_and_score(value)
     if is_pair or wire.is_ranking(value):
@@ -53,6 +53,8 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
         ]
         (label, score), text = pairs[0], _json(key, pairs[0] if is_pair else pairs)
         return {"label": idl.Value(text=str(label)), "score": idl.Value(number=score), key: idl.Value(text=text)}
+    if isinstance(value, Detections):
+        return {key: idl.Value(text=_json(key, value, most))}
     return {key: idl.Value(**_field(idl, key, value))}
 
 
@@ -74,8 +76,8 @@ def _field(idl: Any, key: str, value: Any) -> dict[str, Any]:
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which the wire format does not support")
 
 
-def _json(key: str, value: Any) -> str:
-    return answers.utf8_json(to_text(key, value)).decode()
+def _json(key: str, value: Any, most: Bound | None = None) -> str:
+    return answers.utf8_json(to_text(key, value, most)).decode()
 
 
 def _from_array(idl: Any, key: str, value: Any) -> Any:

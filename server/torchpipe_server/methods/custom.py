@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.serving import (
+    JSON,
     OK,
     Cancellable,
     Done,
@@ -19,7 +21,7 @@ from torchpipe_py.serving import (
     Method,
     Route,
     answers,
-    json_answer,
+    json_plain,
     nearest,
     reason,
     route,
@@ -199,7 +201,10 @@ def _http_answer(value: Any) -> HttpAnswer:
         return HttpAnswer(200, "application/octet-stream", bytes(value))
     if isinstance(value, str):
         return HttpAnswer(200, "text/plain; charset=utf-8", answers.utf8_text(value))
-    return json_answer(value)
+    return HttpAnswer(200, JSON, answers.utf8_json(f"{_encode(value)}\n"))
+
+
+_encode = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
 
 
 def _answer(result: type, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchpipe_py import InvalidRequest, pipe
+from torchpipe_py import Detections, InvalidRequest, pipe
 from torchpipe_py.serving import (
     OK,
     Bound,
@@ -174,9 +174,10 @@ class InferenceHandler:
             raise ReplyTooLargeError(size, self._reply)
         outputs: dict[str, Any] = {}
         for key, value in values.items():
-            outputs.update(to_values(self._idl, key, value))
+            outputs.update(to_values(self._idl, key, value, self._reply))
+        detections = [key for key, value in values.items() if isinstance(value, Detections)]
         json = [key for key, value in values.items() if outputs[key].text is not None and not isinstance(value, str)]
-        return self._idl.InferResponse(uuid=uuid, outputs=outputs, json=json or None)
+        return self._idl.InferResponse(uuid=uuid, outputs=outputs, json=json or None, detections=detections or None)
 
     def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, BaseException | None]:
         """The ``InferenceResult``, or the error in its place."""

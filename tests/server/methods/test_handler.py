@@ -294,6 +294,35 @@ def test_routes_of_a_handler_stand_beside_the_standard_ones(tmp_path: Path) -> N
             client.ping()
 
 
+def test_route_answers_detections_and_arrays_in_json(tmp_path: Path) -> None:
+    (tmp_path / "of_found.py").write_text(FOUND)
+    given = Options("demo.toml", handler=f"{tmp_path}/of_found.py:Finds")
+    with pipe({"backend": "Identity"}) as run:
+        make = served_maker(given)
+        with LocalServer(run, make_served=lambda loop: make(run)) as server:
+            found = [{"box": [0.1, 2, 3, 4], "score": 0.9, "class": 0, "label": "cat"}]
+            assert ask(server.port, b"", "/found", "GET") == (200, {"found": found, "sizes": [1, 2]})
+            assert ask(server.port, b"", "/all", "GET") == (200, found)
+
+
+FOUND = """
+import numpy as np
+from torchpipe_py import Detections
+from torchpipe_server import Handler
+
+CAT = Detections([[0.1, 2, 3, 4]], [0.9], [0], ["cat"])
+
+class Finds(Handler):
+    routes = {"GET /found": "found", "GET /all": "all"}
+
+    def found(self, request):
+        return {"found": CAT, "sizes": np.array([1, 2])}
+
+    def all(self, request):
+        return CAT
+"""
+
+
 def test_handler_alone_has_no_standard_routes(tmp_path: Path) -> None:
     with beside(tmp_path, "Alone") as server:
         assert ask(server.port, b"abc", "/photos") == (200, {"size": 3})

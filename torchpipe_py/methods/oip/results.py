@@ -11,7 +11,8 @@ from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, NoResult, nearest
 from torchpipe_py.methods.oip.requests import MOST_ITEM_VALUES, InferRequest
 from torchpipe_py.methods.oip.tensors import BYTES, Output, numbers, texts
-from torchpipe_py.wire import answers
+from torchpipe_py.results import Detections
+from torchpipe_py.wire import answers, detections
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of
 
@@ -51,7 +52,8 @@ def outputs_of(
         output = output or to_output(name, [item[name] for item in items])
         if classes:
             labels = next((spec.labels for spec in specs if spec.name == name), ())
-            output = _best_classes(output, len(items), classes, labels, made.keys() == {"label", "score"})
+            is_labelled = made.keys() == {"label", "score"} or "offsets" in made
+            output = _best_classes(output, len(items), classes, labels, is_labelled)
         outputs.append((output, is_binary))
     return outputs
 
@@ -90,7 +92,12 @@ def _largest(row: np.ndarray, count: int) -> np.ndarray:
 
 
 def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
-    """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``."""
+    """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``.
+
+    Detections are those of ``tensors_of``.
+    """
+    if all(isinstance(value, Detections) for value in values):
+        return [_joined(name, [tensor]) for name, tensor in detections.tensors_of(RESULT, values).items()]
     if all(map(is_label_and_score, values)):
         return _labelled([[value] for value in values], [len(values)])
     if _are_rankings(values, names):
