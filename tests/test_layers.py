@@ -39,7 +39,7 @@ PACKAGE = [
     "tools.run",
     "cli",
 ]
-CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]
+CLIENT = ["errors", "contract detections", "values", "core", "connection", "client", "aio"]
 """Imports neither ``torchpipe_py`` nor the server."""
 SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "supervisor", "cli", "__main__"]
 TRAINING = ["errors", "options data plan prefetch ranks", "samples augment", "decode", "batcher", "workers.transfer"]

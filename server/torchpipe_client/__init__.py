@@ -5,6 +5,7 @@ Needs thriftpy2, and NumPy where arrays are sent or received. Imports neither ``
 
 from torchpipe_client.aio import AsyncClient
 from torchpipe_client.client import Client
+from torchpipe_client.detections import Detections
 from torchpipe_client.errors import (
     BackendError,
     BadReply,
@@ -36,6 +37,7 @@ __all__ = [
     "ConnectionLost",
     "DeadlineExceeded",
     "DecodeError",
+    "Detections",
     "InferenceError",
     "InvalidRequest",
     "NoResult",

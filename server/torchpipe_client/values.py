@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchpipe_client.contract import IDL
+from torchpipe_client.detections import detections_of
 from torchpipe_client.errors import BadReply, InvalidRequest
 
 if TYPE_CHECKING:
@@ -88,9 +89,12 @@ def from_response(response: Any, uuid: str, keys: Iterable[str]) -> dict[str, An
     for key in keys:
         if key not in outputs:
             raise BadReply(f"an answer without {key!r}")
-    return {
+    values = {
         key: _from_json(key, value) if key in are_json else from_value(key, value) for key, value in outputs.items()
     }
+    for key in are_json.intersection(response.detections or ()):
+        values[key] = detections_of(key, values[key])
+    return values
 
 
 def _from_json(name: str, value: Any) -> Any:
