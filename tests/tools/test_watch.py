@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
+from kit.backends import returns
 from kit.services import reserved_port
 from kit.videos import write_video
 from kit.waits import eventually
 
-from torchpipe_py import cli, pipe
+from torchpipe_py import Detections, cli, pipe
 from torchpipe_py.streams import Streams
-from torchpipe_py.streams.boxes import COLOR, draw_boxes
+from torchpipe_py.streams.boxes import COLORS, draw_boxes
 from torchpipe_py.tools.watch import summary
 
 pytest.importorskip("av")
@@ -76,6 +79,16 @@ def test_frame_without_result_reports_reason(files, capfd):
     assert all("box" in line["error"] for line in lines)
 
 
+def test_writes_detections_as_infer_does(files, register, capfd):
+    found = Detections([[0.1, 2, 3, 4]], [0.9], [0], ("cat",))
+    (files / "detector.toml").write_text(f'backend = "{register(returns(found))}"\n')
+    assert watch(files, "detector.toml") == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["result"] for line in lines] == [
+        [{"box": [0.1, 2, 3, 4], "score": 0.9, "class": 0, "label": "cat"}]
+    ] * 5
+
+
 @pytest.mark.parametrize(
     ("result", "pixels"),
     [
@@ -91,4 +104,53 @@ def test_draws_the_boxes_of_a_result(result, pixels):
     image = np.zeros((48, 64, 3), np.uint8)
     drawn = draw_boxes(image, result)
     assert not image.any()
-    assert (drawn == COLOR).all(axis=2).any() == pixels
+    assert (drawn == COLORS[0]).all(axis=2).any() == pixels
+
+
+def disc() -> np.ndarray:
+    y, x = np.mgrid[:48, :64]
+    return (x - 40) ** 2 + (y - 24) ** 2 <= 144
+
+
+COCO = "hZ11[18J4M2N2N2N2O0O2O00000O20N1000001N101N2N2N2N3L6Hl?"
+"""What pycocotools makes of it."""
+RUNS = np.flatnonzero(np.diff(disc().T.ravel(), prepend=False, append=True))
+MASKS: dict[str, Any] = {
+    "array": disc(),
+    "file": cv2.imencode(".png", disc() * np.uint8(255))[1].tobytes(),
+    "run lengths": {"size": [48, 64], "counts": np.diff(RUNS, prepend=0).tolist()},
+    "text": {"size": [48, 64], "counts": COCO},
+    "polygons": [[[28, 12], [52.0, 12], [52, 36], [28, 36]]],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_draws_masks_and_keypoints_of_detections(kind: str) -> None:
+    points = [[[40, 24, 0.9], [10, 40, 0.1]]]
+    found = Detections([[2, 3, 20, 30]], [0.5], [1], ("cat", "dog"), points, (MASKS[kind],))
+    image = np.full((48, 64, 3), 100, np.uint8)
+    drawn = draw_boxes(image, found)
+    assert (drawn[3, 2] == COLORS[1]).all()
+    assert (drawn[24, 40] == COLORS[1]).all(), "the keypoint"
+    assert (drawn[40, 10] == 100).all(), "one of a low score"
+    inside = disc() if kind != "polygons" else np.pad(np.ones((25, 25), bool), ((12, 11), (28, 11)))
+    away = ~cv2.circle(np.zeros((48, 64), np.uint8), (40, 24), 4, 1, -1).astype(bool)  # of the keypoint
+    away[:, :24] = False
+    tinted = (0.55 * 100 + 0.45 * np.array(COLORS[1])).astype(np.uint8)
+    assert np.array_equal((drawn == tinted).all(axis=2)[away], inside[away])
+    assert np.array_equal(draw_boxes(image, found.to_list(plain=False)), drawn)
+
+
+def test_mask_of_another_size_is_resized_and_an_unreadable_one_left_out() -> None:
+    image = np.full((48, 64, 3), 100, np.uint8)
+    unreadable: list[Any] = [
+        b"no file",
+        {"size": [2, 2], "counts": [1]},
+        {"size": [2, 2]},
+        7,
+        [["a"]],
+        {"size": 1, "counts": "!"},
+    ]
+    rows = [{"box": [0, 0, 0, 0], "class": 3, "mask": mask} for mask in [*unreadable, np.ones((4, 4), bool)]]
+    assert (draw_boxes(image, rows[:-1])[20:] == 100).all()
+    assert (draw_boxes(image, rows)[20:] != 100).any(axis=2).all()
