@@ -15,7 +15,7 @@ from kit.training_data import write_images
 from kit.waits import in_threads
 from torch.utils.data import DataLoader
 
-from torchpipe_py import InvalidRequest, ItemBackend, UnknownNode, parse_toml, pipe
+from torchpipe_py import Detections, InvalidRequest, ItemBackend, UnknownNode, parse_toml, pipe
 from torchpipe_py.ray import PipeMapper
 from torchpipe_py.ray.columns import columns_of
 from torchpipe_py.training import BadSample, TrainingError, wrap_dataloader_torchpipe
@@ -28,6 +28,8 @@ REASONS = [
     "empty: the dataset gave no bytes",
     "corrupt: 200 bytes: JPEG: cut off in its header, after 200 bytes",
 ]
+
+FOUND = Detections([[1, 2, 3, 4]], [0.1], [0], ("cat",))
 
 Make = Callable[..., PipeMapper]
 
@@ -157,6 +159,7 @@ def test_every_batch_has_the_same_types(mapper: Make, register: Register, toml: 
         ([True], {"result": [True, False]}),
         (["a", "bc"], {"result": ["a", "bc", ""]}),
         ([b"a\0"], {"result": [b"a\0", b""]}),
+        ([[FOUND]], {"result": ['[[{"box": [1.0, 2.0, 3.0, 4.0], "score": 0.1, "class": 0, "label": "cat"}]]', ""]}),
     ],
 )
 def test_columns_of_each_output_type(written: list[Any], columns: dict[str, list[Any]]) -> None:
@@ -164,6 +167,21 @@ def test_columns_of_each_output_type(written: list[Any], columns: dict[str, list
     assert {name: array.tolist() for name, array in made.items()} == columns
     ragged = columns_of("result", given := [np.ones((2, 1)), np.ones((1, 1))])[0]
     assert [array.shape for array in ragged.array([*map(ragged.value, given), None])] == [(2, 1), (1, 1), (0, 0)]
+
+
+def test_detections_have_a_column_for_each_of_their_arrays() -> None:
+    given = [FOUND, FOUND[:0]]
+    made = {each.name: each.array([*map(each.value, given), None]) for each in columns_of("result", given, "my_")}
+    assert list(made) == ["my_boxes", "my_scores", "my_classes", "my_labels"]
+    assert [array.shape for array in made["my_boxes"]] == [(1, 4), (0, 4), (0, 4)]
+    assert [array.dtype.name for array in made["my_scores"]] == ["float32"] * 3
+    assert made["my_labels"].tolist() == [["cat"], [], []]
+    column = columns_of("result", [Detections(np.ones((1, 4)), [1], [0], (), np.ones((1, 5, 3)), (b"png",))])[-1]
+    assert (column.name, column.blank) == ("masks", [])
+    for wrong, said in ((FOUND, "expected detections with masks"), ([], "expected Detections, got a list of 0")):
+        with pytest.raises(ValueError, match=said):
+            column.value(wrong)
+    assert column.value(FOUND[:0]) == []
 
 
 def test_a_result_of_another_type_names_the_row(mapper: Make) -> None:

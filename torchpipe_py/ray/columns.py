@@ -11,8 +11,11 @@ import numpy as np
 
 from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.errors import counted
+from torchpipe_py.results import Detections
 from torchpipe_py.wire import answers
-from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, plain
+from torchpipe_py.wire.detections import tensors_of
+from torchpipe_py.wire.json_values import json_plain
+from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score
 
 Read = Callable[[Any], Any]
 """Converts a pipe's output to a column's value; ``ValueError`` if it is of another type."""
@@ -61,13 +64,21 @@ def columns_of(key: str, written: Sequence[Any], prefix: str = "") -> list[Colum
 
     ``(label, score)``: a text ``label`` and a float32 ``score``. A Tensor or array, without the leading 1 that stands
     for the item: one array, or, if shapes differ, an object array of arrays; one without a result has no elements.
-    Several of them: ``key_0``, ``key_1``, … A text, bytes, a number, a boolean: the same. Anything else, such as boxes:
-    JSON text, as the service has it. Rows without a result are zeros, or empty.
+    Several of them: ``key_0``, ``key_1``, … A text, bytes, a number, a boolean: the same. ``Detections``: object arrays
+    of ``boxes``, ``scores`` and ``classes`` (arrays), of ``keypoints`` (arrays), ``labels`` and ``masks`` (lists of
+    texts or files) if the results have them. Anything else: JSON text, as the service has it. Rows without a result
+    are zeros, or empty.
     """
     first = written[0]
     if all(map(is_label_and_score, written)):
         label = Column(f"{prefix}label", key, _text, str, blank="", place=0, places=2)
         return [label, Column(f"{prefix}score", key, _number_of(np.dtype(np.float32)), np.float32, place=1, places=2)]
+    if all(isinstance(each, Detections) for each in written):
+        return [
+            Column(f"{prefix}{name}", key, _field_of(name, tensor), object, (), _field(tensor[:0]))
+            for name, tensor in tensors_of(key, written).items()
+            if name != "offsets"
+        ]
     if all(are_arrays(each) and len(each) == len(first) for each in written):
         return [
             Column(f"{prefix}{key}_{place}", key, *_form([each[place] for each in written]), place, len(first))
@@ -92,6 +103,25 @@ def _form(values: Sequence[Any]) -> tuple[Read, Any, tuple[int, ...], Any]:
         dtype = np.result_type(*(np.asarray(value) for value in values))
         return _number_of(dtype), dtype, (), 0
     return _json, str, (), ""
+
+
+def _field(tensor: np.ndarray) -> Any:
+    """Numbers as an array, texts as a list."""
+    return tensor.tolist() if tensor.dtype == object else tensor
+
+
+def _field_of(name: str, tried: np.ndarray) -> Read:
+    """Reads this one of the arrays of ``tensors_of``; ``tried`` is that of the trial."""
+
+    def read(given: Any) -> Any:
+        if not isinstance(given, Detections):
+            raise ValueError(f"expected Detections, got {_kind(given)}")
+        tensor = tensors_of("result", [given]).get(name)
+        if tensor is None and len(given):
+            raise ValueError(f"expected detections with {name}, got some without")
+        return _field(tried[:0] if tensor is None else tensor)
+
+    return read
 
 
 def _array_like(dtype: np.dtype, form: tuple[int, ...] | int) -> Read:
@@ -126,7 +156,7 @@ def _text(given: Any) -> str:
 
 def _json(given: Any) -> str:
     try:
-        return json.dumps(given, default=plain, allow_nan=False)
+        return json.dumps(given, default=json_plain, allow_nan=False)
     except TypeError as error:
         raise ValueError(f"a {type(given).__name__} has no form as JSON: {error}") from None
 
