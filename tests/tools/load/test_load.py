@@ -18,10 +18,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from conftest import Register
+from kit.backends import returns
 from kit.fake_servers import FRAMED, Images, Serve, ToyServer, command, http_server, load, refused, running
+from kit.services import LocalServer
 from kit.waits import WAIT, eventually, is_alive, run
+
+from torchpipe_py import Detections, pipe
 
 """An open loop of one call, which is stable on the busiest machine."""
 
@@ -100,6 +106,17 @@ def test_errors_are_counted_by_type(
         assert kind != "InferenceError:overloaded" or message.endswith("/images/b.jpg: on purpose")
     for name, figure in figures.items():
         assert (report[name] if name.startswith("images") else (report[name] or {"count": 0})["count"]) == figure
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_results_without_a_label_count_as_good(images: Images, register: Register, batch: int) -> None:
+    detections = Detections(np.ones((1, 4)), [0.5], [0])
+    backend = register(returns(detections))
+    with pipe({"detector": {"backend": backend}}) as run, LocalServer(run) as server:
+        options = ("--total_number", 12, "--request_client", 2, "--request_batch", batch, "--warmup", 0)
+        done, report = load(images(a="a", b="b"), server.port, *options)
+    assert done.returncode == 0, done.stderr
+    assert (report["images_ok"], report["images_sent"], report["errors"]) == (12, 12, {})
 
 
 def test_images_over_http(images: Images) -> None:

@@ -280,7 +280,12 @@ class _ServiceClient(Client):
     async def _call(self, sequence: int, bodies: Sequence[bytes]) -> list[Any]:
         request = self._endpoint.wire.request(self.plan.index, sequence, bodies)
         answers: list[Any] = await self._connection.call(sequence, len(bodies), request)
-        return answers
+        endpoint = self._endpoint.fitting(answers)
+        if endpoint is None:
+            return answers
+        self._endpoint = endpoint
+        await self._connect()
+        return await self._call(sequence, bodies)
 
     async def _connect(self) -> None:
         self.close()

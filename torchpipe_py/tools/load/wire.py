@@ -9,7 +9,7 @@ import os
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
 _PROBE_NUMBER = 0x0A0A0A0A  # NOTE: line feeds, since an HTTP port waits for an empty line before it answers
 _MONITORING = "this port is for monitoring"  # the answer of torchpipe-serve --http-port
+_CALL_INFER = "call infer"  # in the service's answer to a call for a label and a score that there is not
 _SHOWN_BYTES = 200  # of an error page that is not JSON
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 0.5
 
@@ -49,11 +50,24 @@ class HttpStatusError(Exception):
 
 
 class ThriftWire:
-    """``InferenceService`` in the binary protocol: ``infer_batch`` for one image per call, else ``infer_many``."""
+    """``InferenceService`` in the binary protocol: ``infer_batch`` for one image per call, else ``infer_many``.
 
-    def __init__(self, idl: ModuleType, framed: bool, batch: int, priority: int = 0) -> None:
-        self._idl, self._framed, self._priority = idl, framed, priority
-        self._method = "infer_batch" if batch == 1 and not priority else "infer_many"  # which alone has a priority
+    ``takes_any``: for results of any kind, such as detections; both methods answer only labels with scores, unless
+    ``infer_many`` gets images as ``inputs``.
+    """
+
+    def __init__(self, idl: ModuleType, framed: bool, batch: int, priority: int = 0, takes_any: bool = False) -> None:
+        self._idl, self._framed, self._priority, self._takes_any = idl, framed, priority, takes_any
+        # ``infer_batch`` has no priority.
+        self._method = "infer_batch" if batch == 1 and not priority and not takes_any else "infer_many"
+
+    def fitting(self, answers: Sequence[Any]) -> ThriftWire | None:
+        """A wire for results of any kind, if an answer asks for one."""
+        if self._takes_any or not any(
+            getattr(each, "code", "") == "no_result" and _CALL_INFER in each.message for each in answers
+        ):
+            return None
+        return ThriftWire(self._idl, self._framed, len(answers), self._priority, True)
 
     def __str__(self) -> str:
         return f"ping ({'framed' if self._framed else 'buffered'} transport)"
@@ -64,11 +78,15 @@ class ThriftWire:
 
     def request(self, client: int, sequence: int, bodies: Sequence[bytes]) -> bytes:
         """A call with these images."""
+        priority = self._priority or None
+        if self._takes_any:
+            inputs = [{"data": self._idl.Value(bytes=body)} for body in bodies]
+            return self._call(self._method, sequence, inputs=inputs, priority=priority)
         uuids = (f"{client:04x}-{sequence:08x}-{slot:04x}" for slot in range(len(bodies)))
         params = [self._idl.InferenceParams(uuid=uuid, data=body) for uuid, body in zip(uuids, bodies, strict=True)]
         if self._method == "infer_batch":
             return self._call(self._method, sequence, params=params[0])
-        return self._call(self._method, sequence, params=params, priority=self._priority or None)
+        return self._call(self._method, sequence, params=params, priority=priority)
 
     def _call(self, method: str, sequence: int, **arguments: Any) -> bytes:
         buffer = TCyMemoryBuffer()
@@ -117,7 +135,16 @@ def _answers(result: Any, count: int) -> list[Any]:
         return [Answer(result.success.label)]
     if len(result.success) != count:
         raise ReplyError(f"{counted(len(result.success), 'result')} for {counted(count, 'image')}")
-    return [Answer(each.result.label) if each.result else each.error or missing for each in result.success]
+    return [_answer(each) or each.error or missing for each in result.success]
+
+
+def _answer(outcome: Any) -> Answer | None:
+    if outcome.result is not None:
+        return Answer(outcome.result.label)
+    if outcome.response is None:
+        return None
+    label = outcome.response.outputs.get("label")
+    return Answer(None if label is None else label.text)
 
 
 class HttpWire:
@@ -131,6 +158,9 @@ class HttpWire:
 
     def __str__(self) -> str:
         return f"OPTIONS {self._path} over HTTP"
+
+    def fitting(self, answers: Sequence[Any]) -> None:
+        """None: an answer has any result."""
 
     def probe(self) -> bytes:
         """A request that any HTTP service answers, perhaps with an error."""
@@ -177,6 +207,11 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+    def fitting(self, answers: Sequence[Any]) -> Endpoint | None:
+        """The endpoint with another wire, if an answer asks for one."""
+        wire = self.wire.fitting(answers)
+        return None if wire is None else replace(self, wire=wire)
 
     async def connect(self, seconds: float) -> Connection:
         """Connect, retrying for ``seconds`` with growing delays. Raises the last ``OSError``."""
