@@ -21,7 +21,8 @@ from kit.clients import ask, fetch
 from kit.services import ROOT, serving
 from kit.waits import eventually
 
-from torchpipe_py import Backend, register_backend
+from torchpipe_py import Backend, Detections, Signature, register_backend
+from torchpipe_py.backends.signature import ENCODED_IMAGE, detection_outputs
 from torchpipe_py.runtime.record.pictures import small_copy
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -124,6 +125,30 @@ class TryBoxes(Backend):
             ]
 
 
+def ellipse() -> np.ndarray:
+    return cv2.ellipse(np.zeros(SIZE, np.uint8), (250, 100), (60, 80), 0, 0, 360, 255, -1)
+
+
+@register_backend
+class TryDetections(Backend):
+    """Three objects with keypoints, each with a mask of another kind."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        png = cv2.imencode(".png", ellipse())[1].tobytes()
+        lengths = {"size": list(SIZE), "counts": [SIZE[0] * 20 + 30, 50, SIZE[0] * (SIZE[1] - 20) - 80]}
+        triangle = [[[30, 150], [100, 150], [60.5, 200]]]
+        found = Detections(
+            [[190, 20, 310, 180], [15.25, 30, 30, 80.1], [30, 150, 100, 200]],
+            [0.9, 0.75, 0.1], [1, 0, 9], ("one", "two"),
+            [[[250, 60, 0.9]], [[20, 50, 0.8]], [[60, 170, 0.1]]], (png, lengths, triangle),
+        )  # fmt: skip
+        for item in items:
+            item["result"] = found[found.scores >= item.get("parameters", {}).get("threshold", 0)]
+
+    def signature(self) -> Signature:
+        return Signature(ENCODED_IMAGE.inputs, detection_outputs(True, 1, True), ("threshold",))
+
+
 BRANCHES = {
     "decode": {"backend": "S[DecodeMat,cvtColorMat]", "color": "rgb", "next": "small,gray"},
     "small": {"backend": "ResizeMat", "resize_h": 20, "resize_w": 30, "next": "boxes"},
@@ -131,6 +156,7 @@ BRANCHES = {
     "boxes": {"backend": "TryBoxes", "map": "small[result:data],gray[result:other]"},
     "plain": {"backend": "DecodeMat"},
 }
+PIXELS = "(([x, y]) => [...document.getElementById('masks').getContext('2d').getImageData(x, y, 1, 1).data])([%d, %d])"
 
 
 @pytest.mark.parametrize(
@@ -209,6 +235,35 @@ def test_page_works_in_a_browser(tmp_path: Path) -> None:
             tab.wait_for("document.querySelectorAll('#nodes li').length === 1")
             tab.value("document.getElementById('nodes').replaceChildren()")
         assert [one for one in tab.requested if not one.startswith((url, "blob:", "data:", "about:"))] == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_page_draws_detections_with_the_numbers_of_infer(tmp_path: Path) -> None:
+    with serving({"detector": {"backend": "TryDetections"}}) as server, Tab(tmp_path) as tab:
+        tab.open(f"http://127.0.0.1:{server.port}/")
+        tab.choose("#file", IMAGE)
+        tab.wait_for("document.querySelectorAll('#boxes rect').length === 3")
+        _, answer = ask(server.port, IMAGE.read_bytes())
+        assert json.loads(tab.value("document.getElementById('json').textContent")) == answer
+        sides = "['x', 'y', 'width', 'height'].map((name) => Number(rect.getAttribute(name)))"
+        drawn = tab.value(f"[...document.querySelectorAll('#boxes rect')].map((rect) => {sides})")
+        for (x, y, width, height), row in zip(drawn, answer["result"], strict=True):
+            assert [x, y, x + width, y + height] == pytest.approx(row["box"])
+        labels = tab.value("[...document.querySelectorAll('#boxes text')].map((one) => one.textContent)")
+        assert labels == ["two", "one", "9"]
+        assert tab.value("document.querySelectorAll('#boxes circle').length") == 2, "of a score of 0.25 or more"
+        assert "60.5 200" in tab.value("document.querySelector('#boxes path').getAttribute('d')")
+        tab.wait_for("document.getElementById('masks').width === 357")
+        tab.wait_for(f"{PIXELS % (20, 50)}[3] === 255")
+        colors = [tab.value(PIXELS % place) for place in ((250, 100), (20, 50), (20, 85), (150, 100))]
+        assert colors == [[60, 207, 78, 255], [255, 61, 127, 255], [0, 0, 0, 0], [0, 0, 0, 0]]
+        # The threshold of the request.
+        tab.value("document.querySelector('#parameters input').value = '0.5'")
+        tab.value("document.querySelector('#parameters input').onchange()")
+        tab.wait_for("document.querySelectorAll('#boxes rect').length === 2")
+        code = tab.value("document.getElementById('code').textContent")
+        assert "/infer?threshold=0.5" in code
+        assert code.count('parameters={"threshold":0.5}') == 2
 
 
 class _Parts(HTMLParser):

@@ -161,11 +161,20 @@ def _image(picture: Picture) -> dict[str, Any]:
     return {"height": picture.height, "width": picture.width, "src": f"data:image/png;base64,{png}"}
 
 
+def _parameters(model: Model) -> Sequence[str]:
+    """The parameters of a request that the model's backends declare to read."""
+    signature = model.signature(None)
+    return () if signature is None else signature.parameters
+
+
 def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
     """The page as one document, with the script and the style beside this file."""
     script, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("try.js", "try.css"))
     text = (_FOLDER / "try.html").read_text(encoding="utf-8")
-    named = [{"name": each.name, "version": each.version, "node_name": each.node_name or ""} for each in models]
+    named = [
+        {"name": each.name, "version": each.version, "node_name": each.node_name or "", "parameters": _parameters(each)}
+        for each in models
+    ]
     for mark, part in (
         ("MONITORING", str(monitoring_port)), ("STYLE", style), ("SCRIPT", script),
         ("MODELS", escape(json.dumps(named))),  # NOTE: last, since names may have any characters

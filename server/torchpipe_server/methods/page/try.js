@@ -16,7 +16,18 @@ function make(tag, properties = {}, ...children) {
 
 const ms = (value) => `${value < 10 ? value.toFixed(2) : value.toFixed(1)} ms`;
 const model = () => models[byId("model").selectedIndex];
-const query = () => (model().node_name ? `?node_name=${encodeURIComponent(model().node_name)}` : "");
+
+/** The parameters that have a value, as numbers where they are such. */
+function parameters() {
+  const given = [...byId("parameters").querySelectorAll("input")].filter((input) => input.value.trim());
+  return Object.fromEntries(given.map(({ name, value }) => [name, /^-?[\d.]+$/.test(value.trim()) ? Number(value) : value.trim()]));
+}
+
+function query() {
+  const all = { ...(model().node_name ? { node_name: model().node_name } : {}), ...parameters() };
+  const parts = Object.entries(all).map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(value)}`);
+  return parts.length ? `?${parts.join("&")}` : "";
+}
 
 // -- asking ---------------------------------------------------------------------------------------------------------
 
@@ -33,7 +44,7 @@ function choose(file) {
 async function ask() {
   const number = ++asked;
   say("asking …");
-  byId("boxes").replaceChildren();
+  draw([], ["", 1, 1]);
   try {
     const answer = await fetch(`/try${query()}`, { method: "POST", body: image, headers: { "Content-Type": "application/octet-stream" } });
     const body = await answer.json();
@@ -102,7 +113,10 @@ function boxesOf(value, found = []) {
   } else if (value && typeof value === "object") {
     const box = value.box ?? value.bbox;
     const numbers = isArray(box) ? box.data : box;
-    if (Array.isArray(numbers)) add(numbers, { label: String(value.label ?? ""), score: value.score });
+    if (Array.isArray(numbers)) {
+      const { score, class: number, keypoints = [], mask = null } = value;
+      add(numbers, { label: String(value.label ?? number ?? ""), score, number, keypoints, mask });
+    }
     else Object.values(value).forEach((item) => boxesOf(item, found));
   }
   return found;
@@ -115,6 +129,10 @@ function labelRow({ label, score }) {
   return make("div", { className: "row" }, make("b", { textContent: label }), make("span", { className: "track" }, bar),
     make("small", { textContent: Number.isFinite(score) ? score.toPrecision(3) : "" }));
 }
+
+const COLORS = ["#ff3d7f", "#3ccf4e", "#3d8bff", "#ffb020", "#b45cff", "#00c2c7", "#ff6a3d"];
+const LEAST_POINT_SCORE = 0.25;
+const colorOf = (number) => COLORS[(Number.isInteger(number) && number > 0 ? number : 0) % COLORS.length];
 
 /** Boxes over the picture; `width` and `height` are of the image whose pixels they count, 0 of the one that was sent. */
 function draw(boxes, [, width, height]) {
@@ -132,10 +150,94 @@ function draw(boxes, [, width, height]) {
   }
   byId("boxes").setAttribute("viewBox", `0 0 ${w} ${h}`);
   byId("boxes").setAttribute("preserveAspectRatio", "none");
-  byId("boxes").replaceChildren(...boxes.flatMap(({ box: [x1, y1, x2, y2], label = "" }) => [
-    svg("rect", { x: Math.min(x1, x2), y: Math.min(y1, y2), width: Math.abs(x2 - x1), height: Math.abs(y2 - y1) }),
-    svg("text", { x: x1, y: y1, "font-size": h / 20 }, label),
-  ]));
+  byId("boxes").replaceChildren(
+    ...boxes.filter(({ mask }) => isPolygons(mask)).map(({ mask, number }) => svg("path", { d: mask.map(outline).join(""), fill: colorOf(number) })),
+    ...boxes.flatMap(({ box: [x1, y1, x2, y2], label = "", number, keypoints = [] }) => [
+      svg("rect", { x: Math.min(x1, x2), y: Math.min(y1, y2), width: Math.abs(x2 - x1), height: Math.abs(y2 - y1), stroke: colorOf(number) }),
+      svg("text", { x: x1, y: Math.max(y1, h / 20), "font-size": h / 20 }, label),
+      ...keypoints.filter((point) => Array.isArray(point) && point.every(Number.isFinite) && point[2] >= LEAST_POINT_SCORE)
+        .map(([x, y]) => svg("circle", { cx: x, cy: y, r: h / 120, fill: colorOf(number) })),
+    ]));
+  drawMasks(boxes);
+}
+
+// -- masks: polygons are drawn as paths, others on a canvas of their size ---------------------------------------------
+
+const isPolygons = (mask) => Array.isArray(mask);
+const outline = (polygon) => `M${polygon.map(([x, y]) => `${Number(x)} ${Number(y)}`).join("L")}Z`;
+let drawnMasks = 0; // of the latest drawing: an earlier one ends when it sees another number
+
+async function drawMasks(boxes) {
+  const number = ++drawnMasks;
+  const canvas = byId("masks");
+  canvas.width = 0;
+  for (const { mask, number: kind } of boxes) {
+    if (mask && !isPolygons(mask)) {
+      try {
+        const layer = await maskLayer(mask, colorOf(kind));
+        if (number !== drawnMasks) return;
+        if (!canvas.width) [canvas.width, canvas.height] = [layer.width, layer.height];
+        canvas.getContext("2d").drawImage(layer, 0, 0, canvas.width, canvas.height);
+      } catch {
+        continue; // a mask that cannot be read is left out
+      }
+    }
+  }
+}
+
+/** A canvas with the pixels of a mask in this color: a PNG file, or COCO's run lengths. */
+async function maskLayer(mask, color) {
+  const canvas = document.createElement("canvas");
+  let inside;
+  if (mask.b64 !== undefined) {
+    const bytes = Uint8Array.from(atob(mask.b64), (character) => character.charCodeAt(0));
+    const bitmap = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
+    [canvas.width, canvas.height] = [bitmap.width, bitmap.height];
+    const context = canvas.getContext("2d");
+    context.drawImage(bitmap, 0, 0);
+    const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+    inside = (index) => data[4 * index] > 0;
+  } else {
+    [canvas.height, canvas.width] = mask.size;
+    const columns = fromRunLengths(mask);
+    inside = (index) => columns[(index % canvas.width) * canvas.height + Math.floor(index / canvas.width)];
+  }
+  const context = canvas.getContext("2d");
+  const pixels = context.createImageData(canvas.width, canvas.height);
+  const channels = [1, 3, 5].map((start) => parseInt(color.slice(start, start + 2), 16));
+  for (let index = 0; index < canvas.width * canvas.height; index += 1) {
+    if (inside(index)) pixels.data.set([...channels, 255], 4 * index);
+  }
+  context.putImageData(pixels, 0, 0);
+  return canvas;
+}
+
+/** Each pixel of COCO's run lengths, column by column: runs outside and inside in turns, as numbers or as its text. */
+function fromRunLengths({ size: [height, width], counts }) {
+  const pixels = new Uint8Array(height * width);
+  let start = 0;
+  (typeof counts === "string" ? numbersOf(counts) : counts).forEach((count, index) => {
+    if (index % 2) pixels.fill(1, start, start + count);
+    start += count;
+  });
+  return pixels;
+}
+
+/** The numbers in COCO's text: five bits a character, from the third on differences to the one before the last. */
+function numbersOf(text) {
+  const counts = [];
+  let [number, shift] = [0, 0];
+  for (const character of text) {
+    const bits = character.charCodeAt(0) - 48;
+    number += (bits & 31) * 2 ** shift;
+    shift += 5;
+    if (!(bits & 32)) {
+      if (bits & 16) number -= 2 ** shift;
+      counts.push(number + (counts.length > 2 ? counts[counts.length - 2] : 0));
+      [number, shift] = [0, 0];
+    }
+  }
+  return counts;
 }
 
 /** A bar from when the request came to the node until it left; its text says the same. */
@@ -165,7 +267,9 @@ function figureOf({ node, image: { src, width, height } }) {
 
 function showCode() {
   const { name, version, node_name: root } = model();
-  const named = root ? `, node_name=${JSON.stringify(root)}` : "";
+  const given = parameters();
+  const sent = Object.keys(given).length ? `, parameters=${JSON.stringify(given)}` : "";
+  const named = (root ? `, node_name=${JSON.stringify(root)}` : "") + sent;
   const host = location.host.includes(":") ? location.host : `${location.host}:80`;
   const read = "Path(\"image.jpg\").read_bytes()";
   const codes = {
@@ -175,7 +279,7 @@ function showCode() {
     tritonclient: "from pathlib import Path\nimport numpy as np\nimport tritonclient.http as triton\n\n"
       + `with triton.InferenceServerClient("${host}") as client:\n    data = triton.InferInput("data", [1], "BYTES")\n`
       + `    data.set_data_from_numpy(np.array([${read}], object))\n`
-      + `    print(client.infer(${JSON.stringify(name)}, [data], model_version="${version}").get_response())`,
+      + `    print(client.infer(${JSON.stringify(name)}, [data], model_version="${version}"${sent}).get_response())`,
   };
   byId("code").replaceChildren(...Object.entries(codes).map(([title, text]) => {
     const copy = make("button", { type: "button", textContent: `Copy ${title}` });
@@ -194,7 +298,21 @@ function showCode() {
 // -- start ----------------------------------------------------------------------------------------------------------
 
 byId("model").append(...models.map(({ name, version }) => make("option", { textContent: `${name} ${version}` })));
+
+function showParameters() {
+  byId("parameters").hidden = !model().parameters.length;
+  byId("parameters").replaceChildren(...model().parameters.map((name) => {
+    const input = make("input", { name, type: "text", placeholder: "default", autocomplete: "off" });
+    input.onchange = () => {
+      showCode();
+      if (image) ask();
+    };
+    return make("label", {}, `${name} `, input);
+  }));
+}
+
 byId("model").onchange = () => {
+  showParameters();
   showCode();
   if (image) ask();
 };
@@ -215,4 +333,5 @@ document.addEventListener("drop", (event) => {
 const port = document.body.dataset.monitoring;
 byId("live").hidden = port === "0";
 byId("live").href = `http://${location.hostname}:${port}/`;
+showParameters();
 showCode();
