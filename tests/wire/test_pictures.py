@@ -11,7 +11,7 @@ import torch
 
 from torchpipe_py.errors import NoResult
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
-from torchpipe_py.wire.pictures import Accepted, NotAcceptableError, Picture, accepted_image, picture_of
+from torchpipe_py.wire.pictures import JPEG, PNG, Accepted, NotAcceptableError, Picture, accepted_image, picture_of
 
 MOST = Bound(2**20, "--max-reply-bytes")
 PIXELS = np.arange(2 * 5 * 3, dtype="u1").reshape(2, 5, 3)
@@ -130,3 +130,18 @@ def test_file_beyond_the_limit_is_too_large() -> None:
     assert len(picture.encode(Bound(size, MOST.name))) == size
     with pytest.raises(ReplyTooLargeError, match=f"the result has {size} bytes"):
         picture.encode(Bound(size - 1, MOST.name))
+
+
+def test_file_of_the_kind_is_passed_on() -> None:
+    pixels = np.zeros((2, 3, 3), np.uint8)
+    for kind, other, ending in ((PNG, JPEG, ".png"), (JPEG, PNG, ".jpg")):
+        file = cv2.imencode(ending, pixels)[1].tobytes()
+        picture = picture_of(file, "rgb", kind)
+        assert picture is not None
+        assert picture.size == len(file)
+        picture.check(MOST)
+        assert picture.encode(MOST) == file
+        with pytest.raises(ReplyTooLargeError):
+            picture.encode(Bound(len(file) - 1, MOST.name))
+        assert picture_of(file, "", other) is None
+    assert picture_of(b"", "", PNG) is None

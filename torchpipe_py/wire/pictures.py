@@ -15,6 +15,7 @@ PNG, JPEG = "image/png", "image/jpeg"
 _JSON = "application/json"
 _NAMES = {PNG: (PNG,), JPEG: (JPEG, "image/jpg")}
 _ENDINGS = {PNG: ".png", JPEG: ".jpg"}
+_STARTS = {PNG: b"\x89PNG\r\n\x1a\n", JPEG: b"\xff\xd8\xff"}
 _MOST_RATIO = {PNG: 1032, JPEG: 192}
 """Most bytes of pixels per byte of a file: the limit of deflate, and 16x16 pixels in 32 bits."""
 _SMALLER = "ask for image/jpeg, or for a smaller image"
@@ -86,7 +87,8 @@ def _weight(parameters: list[str]) -> float:
 class Picture(NamedTuple):
     """A value that can be sent as a file of this ``kind``.
 
-    ``shape`` is that of the image, ``color`` the order of its channels, ``bgr`` or ``rgb``.
+    ``shape`` is that of the image, ``color`` the order of its channels, ``bgr`` or ``rgb``. In place of its pixels it
+    may have the file; then ``shape`` is its size.
     """
 
     pixels: Any
@@ -109,6 +111,10 @@ class Picture(NamedTuple):
         """The file, which takes long for a large one. ``NoResult`` if a file of this kind cannot hold it,
         ``ReplyTooLargeError`` if it is larger than ``most``.
         """
+        if isinstance(self.pixels, bytes):
+            if len(self.pixels) > most.bytes:
+                raise ReplyTooLargeError(len(self.pixels), most, _SMALLER)
+            return self.pixels
         import cv2
 
         pixels = to_array("result", self.pixels).reshape(self.shape)
@@ -126,10 +132,12 @@ class Picture(NamedTuple):
 
 
 def picture_of(value: Any, color: str, kind: str) -> Picture | None:
-    """An array H×W×3, H×W×1 or H×W of ``uint8``, perhaps with a first dimension of 1, as a picture.
+    """An array H×W×3, H×W×1 or H×W of ``uint8``, perhaps with a first dimension of 1, or a file of this kind.
 
     ``None`` for any other value.
     """
+    if isinstance(value, bytes) and value.startswith(_STARTS[kind]):
+        return Picture(value, (len(value),), "", kind)
     if not is_array(value) or str(value.dtype).removeprefix("torch.") != "uint8":
         return None
     shape = tuple(value.shape)
