@@ -122,7 +122,7 @@ def deadline_ms_of(request: HttpRequest) -> float | None:
     given = request.fields.get("x-deadline-ms")
     with suppress(InvalidRequest):  # which ``read_request`` reports
         if "deadline_ms" in request.query:
-            given = _parameters(request.query).get("deadline_ms", given)
+            given = _parameters(request.query)[0].get("deadline_ms", given)
         return milliseconds(given)
     return None
 

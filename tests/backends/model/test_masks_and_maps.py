@@ -154,7 +154,8 @@ def test_nan_among_prototypes_is_an_error(forward: Any) -> None:
 
 
 def test_refuses_outputs_without_prototypes() -> None:
-    with pytest.raises(ConfigError, match="YoloSegments takes boxes with coefficients and prototypes NxMxhxw, and there is y"):
+    problem = "YoloSegments takes boxes with coefficients and prototypes NxMxhxw, and there is y"
+    with pytest.raises(ConfigError, match=problem):
         made("YoloSegments", [TensorSpec("y", (1, 84, 8400))])
     with pytest.raises(ConfigError, match="YoloSegments takes an output"):
         made("YoloSegments", [TensorSpec("y", (1, 30, 8400)), TensorSpec("z", (1, 32, 160, 160))])

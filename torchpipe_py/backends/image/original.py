@@ -41,7 +41,8 @@ class WayBack(NamedTuple):
     def points(self, points: np.ndarray) -> np.ndarray:
         """Points …×2 (x, y) of the current image as points of the original, clipped to it; a copy."""
         moved = points * np.array(self.scale, points.dtype) + np.array(self.offset, points.dtype)
-        return np.clip(moved, 0, np.array(self.size[::-1], points.dtype), out=moved)
+        clipped: np.ndarray = np.clip(moved, 0, np.array(self.size[::-1], points.dtype), out=moved)
+        return clipped
 
 
 def begin(item: Data, height: int, width: int) -> None:

@@ -86,7 +86,7 @@ class ModelBackend(Backend):
         yield from _scale_remarks(params["model"], normalisation)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):
-                names = ", ".join(each.__name__ for each in postprocess.BUILT_IN if key in each.uses)
+                names = ", ".join(each.__name__ for each in postprocess.BUILT_IN if postprocess.uses(each, key))
                 yield Remark(key, f"nothing uses it without a postprocessor that does: {names}", is_unused=True)
 
     @classmethod
@@ -152,7 +152,7 @@ class ModelBackend(Backend):
         except NormalisationError as error:
             raise ConfigError(f"model {self.model}: {error.key}: {error}") from None
         _check_labels(self._postprocess, outputs)
-        if hasattr(self._postprocess, "fit"):
+        if isinstance(self._postprocess, postprocess.Postprocessor):  # another class may call something else `fit`
             self._postprocess.fit(outputs)
 
     def signature(self) -> Signature:

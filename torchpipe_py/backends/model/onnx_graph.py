@@ -219,7 +219,7 @@ def _check_scaled(graph: Any, spec: TensorSpec, outputs: Collection[str]) -> Non
                 moved.extend(node.output)
             elif node.op_type != "Shape":
                 raise NormalisationError("mean", _uncast(spec, f"{node.op_type} reads it"))
-    if not is_cast or outputs & set(moved):
+    if not is_cast or not set(moved).isdisjoint(outputs):
         raise NormalisationError("mean", _uncast(spec, "nothing casts it" if not is_cast else "it is an output, too"))
 
 

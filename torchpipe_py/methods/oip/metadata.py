@@ -8,7 +8,7 @@ from time import perf_counter, time
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py.backends.model.onnx_graph import has_channels_last
+from torchpipe_py.backends.model.normalisation import has_channels_last
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.methods.oip.tensors import BYTES, OF_DTYPE

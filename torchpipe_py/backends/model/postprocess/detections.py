@@ -224,7 +224,8 @@ def best_first(scores: np.ndarray, threshold: float) -> np.ndarray:
     above = np.flatnonzero(scores > threshold)
     # Positive floats are ordered as their bits are. Sorting these with the index is four times as fast as argsort.
     bits = np.uint64(2**32 - 1) - scores[above].view(np.uint32)
-    return (np.sort(bits << np.uint64(32) | above.astype(np.uint64)) & np.uint64(2**32 - 1)).astype(np.int64)
+    ordered: np.ndarray = np.sort(bits << np.uint64(32) | above.astype(np.uint64)) & np.uint64(2**32 - 1)
+    return ordered.astype(np.int64)
 
 
 def _rows(found: Found, chosen: np.ndarray) -> Found:

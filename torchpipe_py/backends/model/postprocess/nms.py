@@ -73,7 +73,8 @@ def _pairs(classes: np.ndarray, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """``counts`` integers from each start on, one range after the other."""
     before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    indices: np.ndarray = np.arange(counts.sum()) + np.repeat(starts - before, counts)
+    return indices
 
 
 def _overlap(sides: Sides, first: np.ndarray, second: np.ndarray, iou: float) -> np.ndarray:
