@@ -10,6 +10,8 @@ from torchpipe_py import InvalidRequest, Signature, TensorSpec, pipe
 from torchpipe_py.methods.roots import Root, Roots
 
 A, B, DATA = (TensorSpec(name, (None, 2), "float32") for name in ("a", "b", "data"))
+ORIGINAL = ("image_size", "to_original")
+"""Keys that lead from an image to its original."""
 OPTIONAL = TensorSpec("o", (None, 2), "float32", is_optional=True)
 
 
@@ -76,9 +78,9 @@ def test_outputs_by_own_name_then_by_key(outputs: Any, result: Any, key: str, ex
     ("config", "expected"),
     [
         ({"backend": "Identity"}, set()),
-        ({"backend": "S[DecodeMat,CropMat]"}, {"box", "color"}),
-        ({"backend": "S[DecodeMat,DynamicResizeMat]"}, {"resize_h", "resize_w", "color"}),
-        ({"backend": "CopyMakeBorderTensor"}, {"top", "bottom", "left", "right", "color"}),
+        ({"backend": "S[DecodeMat,CropMat]"}, {"box", "color", *ORIGINAL}),
+        ({"backend": "S[DecodeMat,DynamicResizeMat]"}, {"resize_h", "resize_w", "color", *ORIGINAL}),
+        ({"backend": "CopyMakeBorderTensor"}, {"top", "bottom", "left", "right", "color", *ORIGINAL}),
         (
             {"a": {"backend": "Identity", "next": "b"}, "b": {"backend": "Identity", "map": "a[data:data,mine:x]"}},
             {"mine"},
@@ -88,7 +90,7 @@ def test_outputs_by_own_name_then_by_key(outputs: Any, result: Any, key: str, ex
                 "a": {"backend": "MapReduce", "jump": "b", "split": "data,boxes"},
                 "b": {"backend": "S[CropMat,Identity]", "filter": "or"},
             },
-            {"data", "boxes", "box", "color"},
+            {"data", "boxes", "box", "color", *ORIGINAL},
         ),
         ({"backend": "Python[Anything]"}, None),
         ({"backend": "S[Identity,Anything]"}, None),
