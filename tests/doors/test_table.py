@@ -166,6 +166,18 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
     kinds["no_batch"] = Kind(
         {**identity(folder, "no_batch", F, image, [3, 4, 4]).node, "max": 1}, {"x": image}, {"y": image[0]}, ["x"]
     )
+    stereo = save(
+        folder, "normalised",
+        [make("Cast", ["left"], ["a"], to=F), make("Identity", ["right"], ["b"])],
+        {"left": (TensorProto.UINT8, ["n", 4, 4, 3]), "right": (F, ["n", 3, 4, 4])},
+        {"a": (F, ["n", 4, 4, 3]), "b": (F, ["n", 3, 4, 4])},
+    )  # fmt: skip
+    kinds["normalised"] = Kind(
+        {**stereo, "mean::left": "128, 64, 32", "std::left": 64, "mean::right": 8},
+        {"left": pixels, "right": image},
+        {"a": (pixels - np.array([128, 64, 32], "f4")) / 64, "b": image - 8},
+        ["left", "right"],
+    )
     form = (F, ["n", 4])
     kinds["optional_left_out"] = Kind(
         save(
@@ -250,7 +262,7 @@ NAMES = (
     *DTYPES, "own_data", "own_data_last", "own_result", "own_error", "own_priority", "own_node_name", "own_context",
     "own_parameters", "gives_result", "gives_data", "gives_error", "only_data", "any_name", "wide", "nhwc", "no_batch",
     "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested", "texts", "detector",
-    "yolo",
+    "yolo", "normalised",
 )  # fmt: skip
 
 

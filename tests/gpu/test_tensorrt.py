@@ -103,6 +103,27 @@ def test_every_kind_of_input_gives_the_same(resnet18: str) -> None:
             assert torch.equal(item["result"], expected)
 
 
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.UINT8])
+def test_normalises_channels_last_of_any_type_as_onnx_runtime_does(tmp_path: Path, dtype: int) -> None:
+    dims = ["n", 8, 6, 3]
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["planes"], perm=[0, 3, 1, 2]),
+        helper.make_node("Cast", ["planes"], ["y"], to=TensorProto.FLOAT),
+    ]
+    given = helper.make_tensor_value_info("x", dtype, dims)
+    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3, 8, 6])
+    graph = helper.make_graph(nodes, "casts", [given], [made])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    keys = {"model": str(tmp_path / "m.onnx"), "max": 4, "mean": "123.675, 116.28, 103.53", "std": "58, 57, 56"}
+    mats = [photo(8, 6, seed) for seed in range(4)]
+    with pipe({"backend": "OnnxTensor", "providers": "CPUExecutionProvider", **keys}) as run:
+        expected = torch.cat([run({"data": mat})["result"] for mat in mats])
+    with backend_of({"backend": "SyncTensor[TensorrtTensor]", "precision": "fp32", **keys}) as backend:
+        for values in (mats, [torch.from_numpy(mat)[None].cuda() for mat in mats]):
+            results = torch.cat([item["result"] for item in forward(backend, values)]).cpu()
+            torch.testing.assert_close(results, expected, atol=2e-3, rtol=2e-3)
+
+
 def numbers(result: Any) -> list[float]:
     """All of a postprocessor's result, in order."""
     if isinstance(result, torch.Tensor):

@@ -50,6 +50,7 @@ def config(classifier: str) -> dict[str, Any]:
         ({"postprocessor": "cpu", "post_processor": ""}, "'post_processor': another name of 'postprocessor', which is"),
         ({"postprocessor": "Softmax"}, "no postprocessor 'Softmax'; did you mean"),
         ({"precison": "fp16"}, "key 'precison': unknown key"),
+        ({"providers": "CPUExecutionProvder"}, "key 'providers': no provider .*; did you mean 'CPUExecutionProvider'"),
     ],
 )
 def test_refuses_contradictory_settings(config: dict[str, Any], settings: dict[str, Any], problem: str) -> None:

@@ -255,6 +255,7 @@ def test_annotations_of_postprocessor_are_parameters(classifier: str) -> None:
 
         def init(self, config: Data) -> None:
             own = {"factor": 2.0, "threshold": self.threshold, "names": self.names}
+            assert config.pop("model").path == classifier
             assert config == {"labels": "", "k": 5, "max": 1, **own}
 
         def forward(self, outputs: list[Any]) -> list[Any]:

@@ -179,10 +179,9 @@ def _scale(spec: TensorSpec, mean: Numbers, std: Numbers, mean_key: str, std_key
 def _channel_axis(dims: Sequence[int | None], count: int) -> int | None:
     """The dimension of the channels from the last, for ``count`` numbers; ``None`` if ``dims`` do not tell."""
     if len(dims) == 4:
-        if count > 1 and dims[1] == count:
-            return -3
-        is_last = count > 1 and dims[3] == count and dims[1] not in (None, 1, 3, 4)
-        return -1 if is_last or has_channels_last(dims) else -3
+        if count > 1 and count in (dims[1], dims[3]):
+            return -3 if dims[1] == count else -1
+        return -1 if has_channels_last(dims) else -3
     if is_bare_image(dims):
         return -3 if dims[0] == 3 else -1
     # A clip, N×T×C×H×W, N×C×T×H×W or N×T×H×W×C: where only one dimension has the size.

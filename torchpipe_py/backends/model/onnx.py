@@ -87,6 +87,8 @@ class OnnxTensor(ModelBackend):
         yield from super().remarks(params, own)
         for problem in unserved_tensors(params["model"]):
             yield Remark("model", f"{params['model']}: {problem}")
+        if params["providers"]:
+            yield from _provider_remarks(params["providers"])
 
     @classmethod
     def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
@@ -266,6 +268,19 @@ class OnnxTensor(ModelBackend):
         if self.providers:
             return list(self.providers)
         return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
+
+
+def _provider_remarks(names: Sequence[str]) -> Iterator[Remark]:
+    """Names that no build of ONNX Runtime has; nothing if it is not installed."""
+    keep_telemetry_off()
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    known = onnxruntime.get_all_providers()
+    for name in names:
+        if name not in known:
+            yield Remark("providers", f"no provider {name!r}; {nearest(name, known)}")
 
 
 def _output_spec(model: str, value: Any, scalars: Collection[str]) -> TensorSpec:

@@ -203,7 +203,7 @@ _MOVES = frozenset({"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", 
 """Operators that move the values of their first input, of any type, and change none."""
 
 
-def _check_scaled(graph: Any, spec: TensorSpec, outputs: Collection[str]) -> None:
+def _check_scaled(graph: Any, spec: TensorSpec, outputs: set[str]) -> None:
     """Raise ``NormalisationError`` if an input cannot be normalised inside the model."""
     if spec.name in outputs:
         raise NormalisationError("mean", f"input {spec.name!r} is an output; there is nothing to normalise")
@@ -312,14 +312,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Header:
-    """Inputs and outputs that an ONNX file declares; ``constants`` are inputs with a value in the file.
-
-    ``problem`` says why there are none, if the file is not an ONNX file.
-    """
+    """Inputs and outputs that an ONNX file declares; ``problem`` says why there are none in another file."""
 
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
-    constants: list[TensorSpec]
     problem: str = ""
 
 
@@ -332,16 +328,15 @@ def read_header(path: str) -> Header:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             graphs = _fields(content, (0, len(content)))[_GRAPH]
             if len(graphs) != 1:
-                return Header([], [], [], "it has no graph")
+                return Header([], [], "it has no graph")
             fields = _fields(content, graphs[0])
             # In old files, weights are listed as inputs, too.
             names = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             inputs = [_declared(content, span) for span in fields[_INPUT]]
             outputs = [_declared(content, span) for span in fields[_OUTPUT]]
-            constants = [spec for spec in inputs if spec.name in names]
-            return Header([spec for spec in inputs if spec.name not in names], outputs, constants)
+            return Header([spec for spec in inputs if spec.name not in names], outputs)
     except (OSError, ValueError, IndexError):  # empty, or not an ONNX file
-        return Header([], [], [], "its content is not that of one, or is cut off")
+        return Header([], [], "its content is not that of one, or is cut off")
 
 
 def not_onnx(file: ModelFile) -> str:
