@@ -169,7 +169,7 @@ def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dims", "dtype", "more", "problem"),
     [
-        ([], TensorProto.FLOAT, {}, "input 'x' is a scalar; expected a batch dimension"),
+        ([], TensorProto.FLOAT, {"max": 2}, "input 'x' is a scalar; one without a batch needs max = 1"),
         (["N", 1], TensorProto.COMPLEX64, {}, "input 'x' has elements of .*; supported:"),
         (["N", 3, 2, 2], TensorProto.UINT8, {"mean": 1}, "takes uint8, and is not just cast to floats: nothing casts"),
         (["N", 1], TensorProto.FLOAT, {"providers": "CPUExecutionProvder"}, "did you mean 'CPUExecutionProvider'"),

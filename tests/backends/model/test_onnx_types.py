@@ -125,11 +125,11 @@ def test_refuses_postprocessor_of_numbers_for_texts(tmp_path: Path) -> None:
         (tensor("x", TensorProto.COMPLEX64, ["n", 2]), "input 'x' has elements of ONNX's type 14; supported: float32,"),
         (tensor("x", TensorProto.FLOAT8E4M3FN, ["n", 2]), "input 'x' has elements of ONNX's type 17"),
         (helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None), "input 'x' is not a tensor"),
-        (tensor("x", TensorProto.FLOAT, []), "input 'x' is a scalar; expected a batch dimension"),
+        (tensor("x", TensorProto.FLOAT, []), "input 'x' is a scalar; one without a batch needs max = 1"),
     ],
 )
 def test_plan_refuses_types_that_cannot_be_served(tmp_path: Path, form: Any, said: str) -> None:
     model = save(tmp_path / "odd.onnx", helper.make_node("Identity", ["x"], ["y"]), [form], [tensor("y", 1, ["n", 2])])
     with pytest.raises(ValueError, match="key 'model'") as raised:
-        plan_pipeline(onnx_node(model))
+        plan_pipeline(onnx_node(model, max=2))
     assert said in str(raised.value)

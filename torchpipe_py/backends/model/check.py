@@ -195,9 +195,13 @@ def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int
             )
 
 
-def with_batch(dims: Sequence[int | None], most: int) -> tuple[int | None, ...]:
-    """``dims`` of an input; with a batch of 1 before 3×H×W or H×W×3 if ``most`` is 1, for models of one image."""
-    return (1, *dims) if most == 1 and is_bare_image(dims) else tuple(dims)
+def with_batch(dims: Sequence[int | None], most: int, is_whole: bool = False) -> tuple[int | None, ...]:
+    """``dims`` of an input; with a batch of 1 before 3×H×W or H×W×3 if ``most`` is 1, for models of one image.
+
+    Where ``is_whole``, also before a vector of fixed length, such as a size [height, width].
+    """
+    is_vector = is_whole and len(dims) == 1 and dims[0] not in (None, 1)
+    return (1, *dims) if is_vector or (most == 1 and is_bare_image(dims)) else tuple(dims)
 
 
 class _NotTakenError(Exception):

@@ -326,17 +326,26 @@ def _check_labels(postprocessor: Any, outputs: Sequence[TensorSpec]) -> None:
         postprocessor.check(dims)
 
 
+def layout_of(params: Mapping[str, Any]) -> check.Layout:
+    """How items get their parts of the outputs, as ``setup`` finds it."""
+    cls = params["postprocessor"]
+    needs_rows = isinstance(cls, type) and issubclass(cls, OfClasses) and cls.takes_rows
+    return check.layout_of(max(params["max_batch"].batches()), needs_rows)
+
+
 def _declared_remarks(params: Mapping[str, Any], adds_batch: bool) -> Iterator[Remark]:
     """Problems of an ONNX file that ``declare`` will refuse."""
     model, (inputs, outputs) = params["model"], declared_tensors(params["model"])
     least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
     cls = params["postprocessor"]
     if least <= most:
-        given = [replace(spec, dims=check.with_batch(spec.dims, most)) for spec in inputs] if adds_batch else inputs
-        needs_rows = isinstance(cls, type) and issubclass(cls, OfClasses) and cls.takes_rows
+        layout = layout_of(params)
+        given = inputs
+        if adds_batch:
+            given = [replace(spec, dims=check.with_batch(spec.dims, most, layout.is_whole)) for spec in inputs]
         try:
             check.check_inputs(model, given, least, most)
-            check.layout_of(most, needs_rows).check_declared(model, outputs, least, most)
+            layout.check_declared(model, outputs, least, most)
         except ConfigError as error:
             yield Remark("model", str(error))
         for key, name in (("min", "min_batch"), ("max", "max_batch")):

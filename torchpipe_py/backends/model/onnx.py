@@ -21,13 +21,15 @@ from torchpipe_py.backends.model.inputs import (
     to_bfloat16,
     to_texts,
 )
-from torchpipe_py.backends.model.model import ModelBackend, Shapes
+from torchpipe_py.backends.model.model import ModelBackend, Shapes, layout_of
 from torchpipe_py.backends.model.onnx_graph import (
+    NO_SHAPE,
+    SCALAR,
     keep_telemetry_off,
     missing_weights,
     model_bytes,
     not_onnx,
-    scalar_outputs,
+    scalar_tensors,
     unserved_tensors,
     unsigned_model,
 )
@@ -85,7 +87,7 @@ class OnnxTensor(ModelBackend):
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
         yield from super().remarks(params, own)
-        for problem in unserved_tensors(params["model"]):
+        for problem in unserved_tensors(params["model"], takes_scalars=layout_of(params).is_whole):
             yield Remark("model", f"{params['model']}: {problem}")
         if params["providers"]:
             yield from _provider_remarks(params["providers"])
@@ -107,14 +109,18 @@ class OnnxTensor(ModelBackend):
             (self.model, self.normalisation, self.providers, self.threads, self.config.device_id),
             lambda: self._load(onnxruntime),
         )
-        self._inputs = [_Input(self.model, value, self.max()) for value in self._session.get_inputs()]
+        tensors = (*self._session.get_inputs(), *self._session.get_outputs())
+        scalars = scalar_tensors(self.file) if any(not value.shape for value in tensors) else ()
+        self._inputs = [
+            _Input(self.model, value, self.max(), is_whole=self.layout.is_whole, is_scalar=value.name in scalars)
+            for value in self._session.get_inputs()
+        ]
         self._only = self._inputs[0] if len(self._inputs) == 1 else None
         self._optional = {
             value.name: _Input(self.model, value, self.max(), is_optional=True)
             for value in self._session.get_overridable_initializers()
             if self.min() == 1  # else no request runs alone
         }
-        scalars = scalar_outputs(self.file) if any(not value.shape for value in self._session.get_outputs()) else ()
         outputs = [_output_spec(self.model, value, scalars) for value in self._session.get_outputs()]
         specs = [*outputs, *[each.spec for each in (*self._inputs, *self._optional.values())]]
         self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in specs)
@@ -306,21 +312,26 @@ def _plain(output: np.ndarray) -> np.ndarray:
 
 
 class _Input:
-    """One input of the model and the buffer its batches are stacked in."""
+    """One input of the model and the buffer its batches are stacked in.
 
-    def __init__(self, model: str, value: Any, most: int, is_optional: bool = False) -> None:
+    Where ``is_whole``, one without a batch dimension is fed as it is.
+    """
+
+    def __init__(
+        self, model: str, value: Any, most: int, is_optional: bool = False, is_whole: bool = False,
+        is_scalar: bool = False,
+    ) -> None:
         dtype = _dtype_of(model, "input", value)
         self.is_bfloat16 = dtype == "bfloat16"  # float32 until the model runs: NumPy has no such type
         self.dtype = np.dtype({"bfloat16": "float32", BYTES: "object"}.get(dtype, dtype))
         dims = _dims(value)
-        with_item = with_batch(dims, most)
+        with_item = (1,) if is_scalar and is_whole else with_batch(dims, most, is_whole)
         if is_optional and dims[:1] not in ((1,), (None,)):
             with_item = (1, *dims)  # of one request, as it is
         self.spec = TensorSpec(value.name, with_item, dtype, is_optional=is_optional)
         self._has_batch = with_item == dims
         if not self.spec.dims:
-            problem = "is a scalar or has no shape; expected a batch dimension"
-            raise ConfigError(f"model {model}: input {value.name!r} {problem}")
+            raise ConfigError(f"model {model}: input {value.name!r} {SCALAR if is_scalar else NO_SHAPE}")
         self._most = most
         self._buffer: Any = np.empty(0, self.dtype)
         self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that needed no conversion
@@ -331,7 +342,10 @@ class _Input:
         A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as the input declares.
         ``InvalidRequest`` for a value that does not fit, or loses more than precision in the input's dtype.
         """
-        name, dims, is_tensor = self.spec.name, self.spec.dims, not isinstance(value, np.ndarray)
+        name, dims = self.spec.name, self.spec.dims
+        if len(dims) == 1 and isinstance(value, (bool, int, float, np.generic)):
+            value = np.asarray(value)
+        is_tensor = not isinstance(value, np.ndarray)
         if self.spec.dtype == BYTES:
             value, is_tensor = to_texts(value, len(dims), name), False
         array = given = tensor_to_numpy(value, name) if is_tensor else value
@@ -355,8 +369,8 @@ class _Input:
         return self.fed(self.array(value).astype(self.dtype, copy=False))
 
     def fed(self, batch: np.ndarray) -> np.ndarray:
-        """An array N×… as the model takes it: one of a single image, where it takes that without a batch."""
-        return batch if self._has_batch else batch[0]
+        """An array N×… as the model takes it: without the batch of one item where it has none."""
+        return batch if self._has_batch else batch[0, ...]
 
     def stack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """N arrays 1×… of one shape as one array N×… of the input's dtype; valid until the next call."""

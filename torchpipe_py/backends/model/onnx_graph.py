@@ -301,6 +301,10 @@ def _element_type(number: int) -> str:
     return ELEMENT_TYPES.get(number, f"elements of type {number}")
 
 
+NO_SHAPE = "has no declared shape; expected a batch dimension"
+SCALAR = "is a scalar; one without a batch needs max = 1, and a postprocessor that leaves outputs whole"
+"""Problems of an input."""
+
 NORMALISATION = "torchpipe.normalisation"
 """The key in a model's metadata."""
 
@@ -372,20 +376,23 @@ def scaled_inputs_problem(path: str, scales: Mapping[int, Scale], inputs: Sequen
     return ""
 
 
-def scalar_outputs(file: ModelFile) -> set[str]:
-    """The outputs that an ONNX file declares to have no dimensions, unlike those whose shape it leaves open."""
+def scalar_tensors(file: ModelFile) -> set[str]:
+    """The inputs and outputs that an ONNX file declares to have no dimensions, unlike those whose shape is open."""
     import onnx
 
     try:
         model = onnx.load(file.source(), load_external_data=False)
-        types = {output.name: output.type.tensor_type for output in model.graph.output}
+        types = {each.name: each.type.tensor_type for each in (*model.graph.input, *model.graph.output)}
     except Exception:  # ONNX Runtime has read it, so this is not worth an error
         return set()
     return {name for name, declared in types.items() if declared.HasField("shape") and not declared.shape.dim}
 
 
-def unserved_tensors(path: str) -> Iterator[str]:
-    """What inputs and outputs of an ONNX file no request can have or get, as far as it says; none for other files."""
+def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
+    """What inputs and outputs of an ONNX file no request can have or get, as far as it says; none for other files.
+
+    An input may be a scalar where the node ``takes_scalars``.
+    """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             (graph,) = _fields(content, (0, len(content)))[_GRAPH]
@@ -393,12 +400,14 @@ def unserved_tensors(path: str) -> Iterator[str]:
             constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             for what, number in (("input", _INPUT), ("output", _OUTPUT)):
                 for span in fields[number]:
-                    yield from _unserved(content, what, span, constants)
+                    yield from _unserved(content, what, span, constants, takes_scalars)
     except (OSError, ValueError, IndexError):
         return
 
 
-def _unserved(content: mmap.mmap, what: str, value: Span, constants: Collection[str]) -> Iterator[str]:
+def _unserved(
+    content: mmap.mmap, what: str, value: Span, constants: Collection[str], takes_scalars: bool
+) -> Iterator[str]:
     fields = _fields(content, value)
     name, types = _text(content, fields[_NAME]), fields[_TYPE]
     if not types:
@@ -413,8 +422,11 @@ def _unserved(content: mmap.mmap, what: str, value: Span, constants: Collection[
     if number and number not in ELEMENT_TYPES:
         yield f"{what} {name!r} has elements of ONNX's type {number}; supported: {', '.join(ELEMENT_TYPES.values())}"
     shapes = inner[_SHAPE]
-    if what == "input" and name not in constants and not (shapes and _fields(content, shapes[-1])[_DIM]):
-        yield f"input {name!r} is a scalar{' or has no shape' * (not shapes)}; expected a batch dimension"
+    if what == "input" and name not in constants:
+        if not shapes:
+            yield f"input {name!r} {NO_SHAPE}"
+        elif not takes_scalars and not _fields(content, shapes[-1])[_DIM]:
+            yield f"input {name!r} {SCALAR}"
 
 
 def note_normalisation(path: str, mean: str, std: str) -> None:

@@ -1,0 +1,48 @@
+"""Inputs of an ONNX file without a batch, as SAM's size of the image: fed whole where items run alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_model
+from kit.models import answer, onnx_node, refused
+from onnx import helper
+
+from torchpipe_py import ConfigError, InvalidRequest
+from torchpipe_py.plan.build import plan_pipeline
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> str:
+    """``y`` = ``x`` · the product of ``size`` + ``shift``."""
+    nodes = [
+        helper.make_node("ReduceProd", ["size"], ["area"], keepdims=0),
+        helper.make_node("Mul", ["x", "area"], ["xs"]),
+        helper.make_node("Add", ["xs", "shift"], ["y"]),
+    ]
+    return save_model(tmp_path / "m.onnx", nodes, {"x": [1, 4], "size": [2], "shift": []}, {"y": [1, 4]})
+
+
+@pytest.mark.parametrize("size", [np.float32([2, 3]), torch.tensor([2.0, 3.0]), [2, 3], np.float32([[2, 3]])])
+@pytest.mark.parametrize("shift", [0.5, np.float32(0.5), np.float32([0.5]), torch.tensor(0.5)])
+def test_takes_vectors_and_scalars_whole_where_items_run_alone(scaled: str, size: Any, shift: Any) -> None:
+    data = {"x": np.ones((1, 4), np.float32), "size": size, "shift": shift}
+    assert answer(onnx_node(scaled), data)["result"].tolist() == [[6.5] * 4]
+
+
+def test_refuses_another_length_and_says_the_inputs(scaled: str) -> None:
+    data = {"x": np.ones((1, 4), np.float32), "size": np.float32([1, 2, 3]), "shift": 0.5}
+    error = answer(onnx_node(scaled), data)["error"]
+    assert isinstance(error, InvalidRequest)
+    assert "input 'size' takes 1x2, got 3" in str(error)
+
+
+@pytest.mark.parametrize("keys", [{"max": 2}, {"postprocessor": "SoftmaxMax"}])
+def test_refuses_them_in_batches_and_before_postprocessors_of_rows(scaled: str, keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="input 'shift' is a scalar; one without a batch needs max = 1"):
+        plan_pipeline(onnx_node(scaled, **keys))
+    refused(onnx_node(scaled, **keys), "input 'shift' is a scalar")
