@@ -111,7 +111,11 @@ def add_parity_options(parser: argparse.ArgumentParser) -> None:
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe export``."""
     add = parser.add_argument
-    add("source", metavar="MODEL", help="a torchvision classifier, or your module:function or file.py:function")
+    add(
+        "source",
+        metavar="MODEL",
+        help="a torchvision classifier, module:function or file.py:function of yours, or an ONNX file",
+    )
     add(
         "--weights",
         metavar="FILE",
@@ -119,20 +123,23 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         "name of weights, or 'random' to measure speed",
     )
     add("--seed", type=at_least(0, 2**63 - 1), default=0, metavar="N", help="of --weights random (default: 0)")
-    add("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
+    names = "NAME.onnx and NAME.toml (default: model); of an ONNX file only NAME.toml (default: beside it)"
+    add("--out", type=_stem, metavar="NAME", help=names)
     add("--force", action="store_true", help="replace existing files")
     add("--labels", type=Path, metavar="FILE", help="one class per line; default: those of the weights, if any")
-    kinds = "of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs"
-    add("--postprocessor", metavar="NAME", default="SoftmaxMax", help=kinds)
+    kinds = "of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs; "
+    add("--postprocessor", metavar="NAME", help=f"{kinds}of an ONNX file by default what its shapes say")
     pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
     add = pixels.add_argument
     add("--transforms", metavar="WEIGHTS", help="torchvision's for weights, as ResNet50_Weights.IMAGENET1K_V1")
     add("--resize", type=_sides, metavar="N|HxW", help="the shorter side, or height and width, pixels")
     add("--crop", type=_sides, metavar="N|HxW", help="of the centre, pixels")
+    fits = "how a picture gets the size of an ONNX file's input (default: letterbox for YOLO, crop for classifiers)"
+    add("--fit", choices=("letterbox", "stretch", "crop", "whole"), help=fits)
     add("--interpolation", choices=("bilinear", "bicubic"), help="of the resize")
     add("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as in transforms.Normalize")
     add("--std", type=_floats, metavar="R,G,B", help="the same")
-    add("--color", choices=("rgb", "bgr", "gray"), default="rgb", help="that the model takes (default: %(default)s)")
+    add("--color", choices=("rgb", "bgr", "gray"), help="that the model takes (default: rgb)")
     add("--preprocess", type=Path, metavar="TOML", help="decode and resize by this file instead, as in training")
     parser.add_argument("--opset", type=int, default=17, help="of ONNX (default: %(default)s)")
 

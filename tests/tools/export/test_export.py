@@ -206,7 +206,7 @@ MENDABLE = [
     ("no_such_module:build", "cannot be imported"),
     ("fixed.py", "fixed.py: name the function in it that returns the model: fixed.py:function; MODEL is"),
     ("whole.pt", "weights need their model: torchpipe export MODEL --weights whole.pt"),
-    ("model.onnx", "model.onnx: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model"),
+    ("model.onnx", "model.onnx: no such file"),
     ("fixed.Fixed", "fixed.Fixed: perhaps fixed:Fixed is meant; MODEL is file.py:function, package.module:function"),
     ("a/model", "a/model: no such model; MODEL is file.py:function"),
 ]

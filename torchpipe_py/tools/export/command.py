@@ -18,11 +18,14 @@ from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml
 from torchpipe_py.tools.export.config import Files, Transform, followed_by, model_node, read_preprocessing, to_toml
+from torchpipe_py.tools.export.from_onnx import export_onnx
 from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
 from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked
 from torchpipe_py.tools.report import ToolError
 
-FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
+FORMS = "file.py:function, package.module:function, the name of a torchvision classifier or an ONNX file"
+POSTPROCESSOR = "SoftmaxMax"
+"""Of a classifier of PyTorch."""
 SOFTMAXES = (SoftmaxCpu, SoftmaxMax, SoftmaxArgMax, TopK)
 SUM_TOLERANCE = 1e-3
 NEARLY_ZERO = 1e-4
@@ -37,7 +40,13 @@ COMMENTS = {
 
 def run_export(args: argparse.Namespace) -> int:
     """0 once all is written and the ONNX file matches the PyTorch model. Raises ``ToolError`` and ``ConfigError``."""
-    files = Files(args.out)
+    if os.path.splitext(args.source)[1] == ".onnx" and ":" not in args.source:
+        return export_onnx(args)
+    if args.fit is not None:
+        raise ToolError("--fit: for an ONNX file; a PyTorch model takes --resize and --crop")
+    args.postprocessor = POSTPROCESSOR if args.postprocessor is None else args.postprocessor
+    args.color = args.color or "rgb"
+    files = Files(args.out or Path("model"))
     files.check(args.force)
     for name in ("transforms", "resize", "crop", "interpolation") if args.preprocess else ():
         if getattr(args, name) is not None:
@@ -123,8 +132,6 @@ def _source(args: argparse.Namespace) -> Source:
         return find_module(args.source, args.weights, transform, origin)
     if args.source.isidentifier():
         return find_classifier(args.source, args.weights, args.transforms, args.seed)
-    if suffix == ".onnx":
-        raise ToolError(f"{args.source}: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model")
     hint = f"perhaps {name}:{suffix[1:]} is meant" if suffix else "no such model"
     if suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
         command = f"torchpipe export MODEL --weights {args.source}"

@@ -171,7 +171,7 @@ def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]
     sizes = set()
     with pipe(tables) as run:
         for height, width in TRIALS:
-            run(data := {"data": _jpeg(height, width)})
+            run(data := {"data": jpeg(height, width)})
             result = data.get("result")
             shape = tuple(getattr(result, "shape", ()))
             if isinstance(result, np.ndarray) and len(shape) == 3:
@@ -186,7 +186,8 @@ def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]
     return tables, sizes.pop()
 
 
-def _jpeg(height: int, width: int) -> bytes:
+def jpeg(height: int, width: int) -> bytes:
+    """A gray JPEG."""
     import cv2
 
     done, encoded = cv2.imencode(".jpg", np.full((height, width, 3), 128, np.uint8))
