@@ -286,6 +286,7 @@ def _rename_uses(graph: Any, name: str, new: str) -> None:
 # Field numbers in onnx.proto: of a model, graph, tensor, input or output, its type, and a dimension.
 _METADATA, _KEY, _VALUE = 14, 1, 2
 _GRAPH, _INITIALIZER, _INPUT, _OUTPUT, _TENSOR_NAME = 7, 5, 11, 12, 8
+_OPSET = 8
 _NAME, _TYPE, _TENSOR_TYPE, _SHAPE, _DIM, _DIM_VALUE = 1, 2, 1, 2, 1, 1
 _ELEMENT_TYPE = 1
 
@@ -330,10 +331,12 @@ def read_header(path: str) -> Header:
     """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            graphs = _fields(content, (0, len(content)))[_GRAPH]
-            if len(graphs) != 1:
+            model = _fields(content, (0, len(content)))
+            if len(model[_GRAPH]) != 1:
                 return Header([], [], "it has no graph")
-            fields = _fields(content, graphs[0])
+            if not model[_OPSET]:
+                return Header([], [], "it names no set of operators, perhaps since it is cut off")
+            fields = _fields(content, model[_GRAPH][0])
             # In old files, weights are listed as inputs, too.
             names = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             inputs = [_declared(content, span) for span in fields[_INPUT]]
