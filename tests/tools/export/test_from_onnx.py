@@ -126,7 +126,7 @@ def test_size_is_that_of_the_metadata_or_of_the_option_where_the_file_leaves_it_
         ({"y": (1, 1, 32, 32)}, None, "one number for each pixel"),
         ({"y": (1, 1)}, None, 'postprocessor = "Sigmoid"'),
         ({"y": (1, 84, 6)}, "Yolo5Boxes", 'postprocessor = "EndToEndBoxes"'),
-        ({"y": (1, 50, 384)}, None, "postprocessor = 'YoloBoxes'"),
+        ({"y": (1, 50, 384)}, None, 'postprocessor = "YoloBoxes"'),
         ({"logits": (1, 20, 92), "pred_boxes": (1, 20, 4)}, "DetrBoxes", "a detector"),
     ],
 )

@@ -318,7 +318,12 @@ class _Input:
     """
 
     def __init__(
-        self, model: str, value: Any, most: int, is_optional: bool = False, is_whole: bool = False,
+        self,
+        model: str,
+        value: Any,
+        most: int,
+        is_optional: bool = False,
+        is_whole: bool = False,
         is_scalar: bool = False,
     ) -> None:
         dtype = _dtype_of(model, "input", value)

@@ -86,7 +86,7 @@ def read_kind(
     if len(outputs[0].dims) == 2 or arrays[0].shape[2:] == (1, 1):
         return _row(outputs, arrays, names)
     shapes = ", ".join(map(str, outputs))
-    note = "if these are boxes, postprocessor = 'YoloBoxes' or another of docs/models.md reads them"
+    note = 'if these are boxes, postprocessor = "YoloBoxes" or another of docs/detectors.md reads them'
     return Reading("a model of images", f"outputs {shapes} have no reading here", notes=[note])
 
 
