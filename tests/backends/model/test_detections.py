@@ -13,6 +13,7 @@ from conftest import encode, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.detectors import SIZES, detector_file, letterboxed, made, yolo_output
+from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import BackendError, ConfigError, Detections, InvalidRequest, Registry, TensorSpec, pipe
 from torchpipe_py.backends.model.postprocess.nms import suppress
@@ -175,6 +176,26 @@ def test_boxes_scores_labels_in_any_order(forward: Any, order: Any, batch: bool,
     post = made("BoxesScoresLabels", [specs[index] for index in order])
     (result,) = forward(post, [outputs[index] for index in order], [letterboxed(INPUT, INPUT)])
     same(result, Detections(np.array([[5, 6, 7, 8]]), np.array([0.8]), np.array([7])))
+
+
+def test_outputs_without_names_are_told_apart_by_their_types_when_the_model_is_loaded(tmp_path: Path) -> None:
+    """``torchpipe check`` reads shapes alone."""
+    rows = {"1": ([[1.0, 2, 3, 4]], "float32"), "2": ([7], "int64"), "3": ([0.9], "float32")}
+    arrays = {name: np.array(value, dtype) for name, (value, dtype) in rows.items()}
+    nodes = [helper.make_node("Identity", [f"{name}_value"], [name]) for name in arrays]
+    values = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in arrays.items()
+    ]
+    images = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 64, 64])]
+    weights = [numpy_helper.from_array(array, f"{name}_value") for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "listed", images, values, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "listed.onnx")
+    config = {"backend": "OnnxTensor", "model": str(tmp_path / "listed.onnx"), "postprocessor": "BoxesScoresLabels"}
+    with pipe(config) as run:
+        run(item := {"data": torch.zeros(1, 3, 64, 64)})
+    assert item["result"] == Detections(arrays["1"], arrays["3"], arrays["2"])
 
 
 def test_listed_boxes_up_to_a_count_and_as_parts_of_the_sides(forward: Any) -> None:

@@ -362,7 +362,7 @@ def _declared_remarks(params: Mapping[str, Any], adds_batch: bool) -> Iterator[R
             _check_labels(postprocessor, outputs)
             postprocessor.fit(outputs)
         except ConfigError as error:
-            key = "labels" if "labels" in str(error) else "postprocessor"
+            key = "labels" if params["labels"] and "label" in str(error) else "postprocessor"
             yield Remark(key, str(error).removeprefix("labels: "))
 
 

@@ -30,6 +30,8 @@ class Postprocessor:
     """
 
     takes_items: ClassVar[bool] = False
+    uses: ClassVar[Collection[str]] = ()
+    """Of a built-in one: which of ``labels``, ``k`` and ``threshold`` it uses."""
     request_parameters: ClassVar[Collection[str]] = ()
     """The parameters of a request that it reads."""
 

@@ -263,7 +263,9 @@ class Listed(Layout):
             raise _wrong(type(self), outputs)
         self.boxes_output, self._is_normalised = boxes[0], bool(options.get("normalised", False))
         rank = len(outputs[boxes[0]].dims) - 1
-        rows = [index for index in others if len(outputs[index].dims) == rank and outputs[index].dims[-1:] != (1,)]
+        rows = [index for index in others if len(outputs[index].dims) == rank]
+        if len(rows) == 3:
+            rows = [index for index in rows if outputs[index].dims[-1:] != (1,)]
         scores = _one([index for index in rows if _is_named(outputs[index], "score", "conf", "prob")])
         labels = _one([index for index in rows if _is_named(outputs[index], "label", "class", "cls")])
         if scores is None:
@@ -273,6 +275,8 @@ class Listed(Layout):
         if len(rows) == 2 and (scores is None) != (labels is None):
             scores, labels = (rows[rows[0] == (labels if scores is None else scores)] if one is None else one
                               for one in (scores, labels))  # fmt: skip
+        if scores is None and labels is None and len(rows) == 2 and not any(output.dtype for output in outputs):
+            scores, labels = rows  # a header read without its types; the model tells them later
         if scores is None or labels is None or scores == labels:
             raise _wrong(type(self), outputs)
         counts = [index for index in others if index not in (scores, labels)]
