@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
+import sys
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -79,7 +80,8 @@ class Session:
             self._finish_epoch()
         args = self._args
         if args.checkpoint is not None and args.toml is not None:
-            own = f"{os.path.relpath(models.__file__)}:{SMALL}"
+            file = Path(sys.argv[0]).parent / "recipes" / "models.py"  # as the script was named
+            own = f"{file if file.exists() else models.__file__}:{SMALL}"
             command = [own if args.arch == SMALL else args.arch, "--weights", args.checkpoint]
             command += ["--preprocess", args.val_toml or args.toml]
             self._say(f"to serve it: torchpipe export {shlex.join(map(str, command))}")
