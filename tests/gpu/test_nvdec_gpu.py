@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kit.gpu import needs_gpu
-from kit.videos import write_video
+from kit.videos import TURNS, picture, turn_clip, write_clip, write_video
 
 from torchpipe_py import ItemBackend, Registry, pipe
 from torchpipe_py.streams import Frame, Streams
@@ -45,6 +45,19 @@ def test_frames_stay_on_the_gpu_in_order(tmp_path: Path, name: str, is_live: boo
         assert one.result.is_cuda
         mat = one.result[0].permute(1, 2, 0).cpu().numpy()[..., ::-1]
         assert np.abs(mat.astype(int) - other.result).max() <= 4
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_frames_are_upright(tmp_path: Path, name: str) -> None:
+    path = turn_clip(write_clip(tmp_path / "a.mp4", picture(*SIZE), "libx264", frames=5), TURNS[name][0])
+    on_gpu, on_cpu = play(path), play(path, decoder="pyav")
+    assert len(on_gpu) == len(on_cpu) == 5
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        assert one.result.is_cuda
+        assert one.result.is_contiguous()
+        mat = one.result[0].permute(1, 2, 0).cpu().numpy()[..., ::-1]
+        assert mat.shape == other.result.shape
+        assert np.abs(mat.astype(int) - other.result).mean() < 4
 
 
 def test_frames_of_a_damaged_file_do_not_depend_on_other_streams(tmp_path: Path) -> None:

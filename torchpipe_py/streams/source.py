@@ -13,10 +13,11 @@ import numpy as np
 
 from torchpipe_py.backends.image.decode import FORMATS, MatDecoder
 from torchpipe_py.backends.image.files import iter_images
-from torchpipe_py.errors import BackendUnavailable, first_line, logger
+from torchpipe_py.errors import BackendUnavailable, first_line, logger, nearest
 from torchpipe_py.files import iter_matches, read_bytes
 from torchpipe_py.streams.config import StreamOptions
 from torchpipe_py.streams.nvdec import GpuFrames, UndecodableError, to_tensor
+from torchpipe_py.streams.orientation import AS_STORED, Turn, turn_of_frame, turn_of_mp4
 
 MOST_BROKEN = 100
 """Packets in a row that cannot be decoded, after which a stream is given up."""
@@ -24,20 +25,58 @@ MOST_BROKEN = 100
 MOST_PIXELS = 2**25
 """Maximum pixels of a frame, a little more than 8K; several frames wait at once."""
 
+MOST_SECONDS = 1e9
+"""Maximum time stamp of a frame that is believed."""
+
+USUAL_RATE = 25.0
+"""Frames per second of a stream that has neither time stamps nor a rate, as FFmpeg assumes."""
+
 
 class SourceError(Exception):
     """A stream that cannot be opened or read; its message may hold a password."""
 
 
 class Picture(NamedTuple):
-    """A decoded frame, still in the decoder's format: ``pts`` in seconds of the stream, if it has a clock."""
+    """A decoded frame, still in the decoder's format: ``pts`` in seconds since the start of the stream.
+
+    ``pts`` is ``None`` for a live source, whose time stamps FFmpeg may invent: its frames count by arrival.
+    """
 
     pts: float | None
     to_image: Callable[[], Any]
-    """H×W×3 ``uint8`` BGR; or, for ``decoder = "pynvvideocodec"``, a Tensor 1×3×H×W ``uint8`` RGB."""
+    """H×W×3 ``uint8`` BGR, upright; or, for ``decoder = "pynvvideocodec"``, a Tensor 1×3×H×W ``uint8`` RGB."""
     color: str = "bgr"
     path: str = ""
     """Of a file that is an image of its own."""
+
+
+class _Clock:
+    """Seconds since a stream's start for each frame, by its time stamp or else by the nominal rate."""
+
+    def __init__(self, start: float, rate: float) -> None:
+        self._start, self._next = start, 0.0
+        self._step = 1 / (rate if 0 < rate <= 1000 else USUAL_RATE)
+
+    def seconds(self, stamp: float | None) -> float:
+        """The time of the next frame; ``stamp`` is in seconds."""
+        pts = self._next if stamp is None else stamp - self._start
+        self._next = pts + self._step
+        return pts
+
+
+class _Decoded(NamedTuple):
+    """A frame as a decoder gives it: not turned yet, with its time stamp in seconds."""
+
+    stamp: float | None
+    to_image: Callable[[], Any]
+    color: str = "bgr"
+    turn: Turn = AS_STORED
+
+    def to_picture(self, clock: _Clock | None) -> Picture:
+        """The upright picture; ``clock`` is ``None`` for a live source."""
+        pts = None if clock is None else clock.seconds(self.stamp)
+        to_image = self.to_image if self.turn == AS_STORED else lambda: self.turn.apply(self.to_image())
+        return Picture(pts, to_image, self.color)
 
 
 def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
@@ -83,12 +122,18 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
     if options.source.startswith("/dev/"):
         settings["format"] = "v4l2"
     if options.hwaccel:
+        devices = av.codec.hwaccel.hwdevices_available()
+        if options.hwaccel not in devices:  # PyAV would decode on the CPU without a word
+            raise BackendUnavailable(
+                f"hwaccel = {options.hwaccel!r}: not in this PyAV; {nearest(options.hwaccel, devices)}"
+            )
         try:
             settings["hwaccel"] = av.codec.hwaccel.HWAccel(options.hwaccel, allow_software_fallback=True)
         except (ValueError, NotImplementedError) as error:
             raise BackendUnavailable(f"hwaccel = {options.hwaccel!r}: {first_line(error)}") from None
     try:
-        container = av.open(options.source, timeout=options.timeout, **settings)
+        # Tags in another encoding than UTF-8 are common in old files.
+        container = av.open(options.source, timeout=options.timeout, metadata_errors="replace", **settings)
     except (av.FFmpegError, OSError, ValueError) as error:
         raise _source_error(av, options, error) from error
     with closing(container):
@@ -100,13 +145,17 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
         _check_size(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than declared
         decode = _decoding(av, stream, options)
+        clock = None
+        if options.is_file or container.duration is not None:
+            start = float(stream.start_time * stream.time_base) if stream.start_time is not None else 0.0
+            clock = _Clock(start, float(stream.guessed_rate or 0))
         broken = 0
         try:
             for packet in container.demux(stream):
                 if stop.is_set():
                     return
                 try:
-                    pictures = decode(packet)
+                    frames = decode(packet)
                 except (av.error.InvalidDataError, av.error.EOFError, UndecodableError) as error:
                     broken += 1
                     if broken > MOST_BROKEN:
@@ -114,43 +163,47 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
                             f"{broken} packets in a row cannot be decoded: {first_line(error)}"
                         ) from error
                     continue
-                if pictures:
+                if frames:
                     broken = 0
-                yield from pictures
+                for frame in frames:
+                    yield frame.to_picture(clock)
         except (av.FFmpegError, OSError, ValueError) as error:
             raise _source_error(av, options, error) from error
 
 
-def _decoding(av: Any, stream: Any, options: StreamOptions) -> Callable[[Any], list[Picture]]:
+def _decoding(av: Any, stream: Any, options: StreamOptions) -> Callable[[Any], list[_Decoded]]:
     """The function that decodes a packet."""
     is_for_gpu = options.decoder == "pynvvideocodec"
     if is_for_gpu:
         try:
             gpu = GpuFrames(av, stream, options.device_id, options.live)
-            return lambda packet: [_gpu_picture(*each) for each in gpu.decode(packet)]
+            return lambda packet: [_on_gpu(*each) for each in gpu.decode(packet)]
         except BackendUnavailable as error:
             logger.warning("stream %r: decoded on the CPU: %s", options.name, error)
     # One for all frames: to make one costs more than to convert a small frame.
-    reformat = av.video.reformatter.VideoReformatter().reformat
+    # NOTE: BGR and bicubic, as OpenCV does it: otherwise frames of odd sizes and 10 bits have other pixels.
+    settings: dict[str, Any] = {"format": "bgr24", "interpolation": "BICUBIC"}
     if int(av.__version__.partition(".")[0]) >= 17:  # before, there was one thread always
-        reformat = partial(reformat, threads=1)
+        settings["threads"] = 1
+    reformat = partial(av.video.reformatter.VideoReformatter().reformat, **settings)
 
     def to_image(frame: Any) -> Any:
-        mat = reformat(frame, format="rgb24" if is_for_gpu else "bgr24").to_ndarray()
+        mat = reformat(frame).to_ndarray()
         return to_tensor(mat, options.device_id) if is_for_gpu else mat
 
-    def decode(packet: Any) -> list[Picture]:
+    def decode(packet: Any) -> list[_Decoded]:
         frames = packet.decode()
         for frame in frames:
             _check_size(frame.width, frame.height)
-        return [Picture(frame.time, partial(to_image, frame), "rgb" if is_for_gpu else "bgr") for frame in frames]
+        color = "rgb" if is_for_gpu else "bgr"
+        return [_Decoded(frame.time, partial(to_image, frame), color, turn_of_frame(frame)) for frame in frames]
 
     return decode
 
 
-def _gpu_picture(pts: float | None, image: Any) -> Picture:
+def _on_gpu(stamp: float | None, image: Any, turn: Turn) -> _Decoded:
     _check_size(image.shape[3], image.shape[2])
-    return Picture(pts, lambda: image, "rgb")
+    return _Decoded(stamp, lambda: image, "rgb", turn)
 
 
 def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceError:
@@ -170,13 +223,27 @@ def _by_opencv(options: StreamOptions, stop: threading.Event) -> Iterator[Pictur
         if not capture.isOpened():
             raise SourceError("cannot be opened by OpenCV")
         _check_size(int(capture.get(cv2.CAP_PROP_FRAME_WIDTH)), int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT)))
+        turn = AS_STORED
+        if backend == cv2.CAP_FFMPEG:
+            capture.set(cv2.CAP_PROP_ORIENTATION_AUTO, 0)
+            # OpenCV has the angle only: a mirrored clip would be turned by a wrong one.
+            known = turn_of_mp4(options.source) if options.is_file else None
+            turn = Turn.of_degrees(capture.get(cv2.CAP_PROP_ORIENTATION_META)) if known is None else known
+        clock = None
+        if options.is_file or capture.get(cv2.CAP_PROP_FRAME_COUNT) > 0:
+            clock = _Clock(0.0, capture.get(cv2.CAP_PROP_FPS))  # it counts from the start
+        is_first = True
         while not stop.is_set():
             is_read, mat = capture.read()
             if not is_read:
                 return
             _check_size(mat.shape[1], mat.shape[0])
-            pts = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
-            yield Picture(pts, partial(np.asarray, mat))
+            stamp = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
+            # OpenCV gives 0 for a frame without a time stamp, and OpenCV 4 a huge number where the start is unknown.
+            is_known = abs(stamp) < MOST_SECONDS and (stamp != 0 or is_first)
+            decoded = _Decoded(stamp if is_known else None, partial(np.asarray, mat), "bgr", turn)
+            is_first = False
+            yield decoded.to_picture(clock)
     finally:
         capture.release()
 

@@ -95,6 +95,8 @@ class Stream:
         self._blocked: list[threading.Thread] = []
         self._overdue_at = float("inf")
         self._last_at = monotonic()
+        self._first_at: float | None = None
+        """Arrival of a live source's first frame, from which ``pts`` of the others count."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -211,6 +213,9 @@ class Stream:
             with closing(read_pictures(self.options, stop)) as pictures:  # type: ignore[type-var]
                 for picture in pictures:
                     now = seen = monotonic()
+                    if picture.pts is None and not self.options.is_file:  # a live source
+                        self._first_at = now if self._first_at is None else self._first_at
+                        picture = picture._replace(pts=now - self._first_at)
                     if self.options.is_file and self.options.live and picture.pts is not None:
                         if last_pts is None or not -1 < picture.pts - last_pts < LONGEST_GAP:  # or the clock jumps
                             began = now - picture.pts

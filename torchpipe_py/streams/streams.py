@@ -48,11 +48,11 @@ class Frame:
     number: int
     """Number among the decoded frames, from 0."""
     pts: float | None
-    """Seconds of the stream's clock."""
+    """Seconds since the start of the stream; of a live source, since its first frame arrived."""
     dropped_before: int
     """Frames left out since the one before: replaced by newer ones, or stale."""
     image: Any = field(default=None, repr=False)
-    """Decoded image: H×W×3 ``uint8`` BGR, or with ``pynvvideocodec`` a Tensor 1×3×H×W ``uint8`` RGB."""
+    """Decoded image, upright: H×W×3 ``uint8`` BGR, or with ``pynvvideocodec`` a Tensor 1×3×H×W ``uint8`` RGB."""
     data: dict[str, Any] = field(default_factory=dict, repr=False)
     """The request's dict as the pipe left it."""
     result: Any = None

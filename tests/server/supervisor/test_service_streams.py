@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from kit.monitored import Monitored
 from kit.services import LIGHT, Process, turn
-from kit.videos import web_server, write_video
+from kit.videos import TURNS, picture, turn_clip, web_server, write_clip, write_video
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration, and a video of a second."""
     folder = tmp_path_factory.mktemp("streams")
     write_video(folder / "a.ts", [0] * 25)
+    turn_clip(write_clip(folder / "phone.mp4", picture(64, 48), frames=25), TURNS["90 clockwise"][0])
     (folder / "small.toml").write_text(CONFIG)
     return folder
 
@@ -218,6 +219,7 @@ def service(folder: Path) -> Iterator[Followed]:
     with web_server(sends(video, over.wait)) as frozen, web_server(sends(garbage)) as garbled:
         (folder / "cameras.toml").write_text(
             '["front door"]\nsource = "a.ts"\nrepeat = true\n[yard]\nsource = "a.ts"\nrepeat = true\nfps = 5\n'
+            '[phone]\nsource = "phone.mp4"\nrepeat = true\n'
             f'[frozen]\nsource = "http://viewer:${{CAMERA}}@127.0.0.1:{frozen}/live"\ntimeout = 0.3\n'
             f'[garbled]\nsource = "http://viewer:{SECRET}@127.0.0.1:{garbled}/live?token={SECRET}"\n'
         )
@@ -253,6 +255,12 @@ def test_snapshot_is_a_jpeg_of_the_last_frame(service: Followed) -> None:
     with service.ask("/streams/yard/snapshot.jpg") as answer:
         assert (answer.status, answer.getheader("Content-Type")) == (200, "image/jpeg")
         assert cv2.imdecode(np.frombuffer(answer.read(), np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
+    eventually(lambda: service.ok("phone") > 0)
+    with service.ask("/streams/phone/snapshot.jpg") as answer:
+        shown = cv2.imdecode(np.frombuffer(answer.read(), np.uint8), cv2.IMREAD_COLOR)
+    upright = TURNS["90 clockwise"][1](picture(64, 48))
+    assert shown.shape == upright.shape
+    assert np.abs(shown.astype(int) - upright).mean() < 8
     for path, status, text in (
         ("streams/yord/snapshot.jpg", 404, "no stream 'yord'; did you mean 'yard'?\n"),
         ("streams/yord/events", 404, "no stream 'yord'; did you mean 'yard'?\n"),
