@@ -6,9 +6,10 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from kit.videos import GOP, HEIGHT, WIDTH, write_video
+from kit.videos import GOP, HEIGHT, TURNS, WIDTH, picture, turn_clip, write_clip, write_video
 
 from torchpipe_py import ItemBackend, Registry, pipe
 from torchpipe_py.backends.cuda import cuda_device
@@ -33,13 +34,17 @@ class Decoder:
     made = 0
     broken: tuple[int, ...] = ()
     size = (HEIGHT, WIDTH)
+    latencies: tuple[int, ...] = ()
+    flags: frozenset[int] = frozenset()
 
     def __init__(self, **options):
         type(self).made += 1
+        type(self).latencies += (options["latency"],)
         self.image = torch.zeros(3, *self.size, dtype=torch.uint8)
         self.waiting = []
 
     def Decode(self, packet):  # noqa: N802 - the library's name
+        type(self).flags |= {packet.decode_flag}
         number = round(packet.pts * 25 / 12_800) if packet.bsl else None
         if number in self.broken:
             raise RuntimeError("cannot be decoded")
@@ -131,3 +136,61 @@ def test_cpu_decodes_files_that_the_gpu_cannot(library, tmp_path, monkeypatch, c
     (line,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("stream 'a': decoded on the CPU: ")
     assert why in line
+
+
+class Stored(Decoder):
+    """Gives for each packet the same frame at once, as it is stored."""
+
+    image = picture(WIDTH, HEIGHT)
+
+    def __init__(self, **options):
+        self.tensor = torch.from_numpy(self.image[..., ::-1].transpose(2, 0, 1).copy())
+
+    def Decode(self, packet):  # noqa: N802
+        if packet.bsl:
+            pts, tensor = packet.pts, self.tensor
+            ways = {"__dlpack__": tensor.__dlpack__, "__dlpack_device__": tensor.__dlpack_device__}
+            yield SimpleNamespace(getPTS=lambda: pts, **ways)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_frames_of_the_gpu_are_upright(library, tmp_path, monkeypatch, name):
+    """The display matrix is in the container, which PyAV reads."""
+    matrix, upright = TURNS[name]
+    image = Stored.image
+    monkeypatch.setattr(sys.modules["PyNvVideoCodec"], "CreateDecoder", Stored)
+    path = turn_clip(write_clip(tmp_path / "a.mp4", image, "libx264", frames=5), matrix)
+    table = {"source": str(path), "keep": "all", "decoder": "pynvvideocodec"}
+    with pipe({"backend": "Identity"}) as run, Streams(run, {"a": table}) as streams:
+        frames = list(streams)
+    assert [round(25 * frame.pts) for frame in frames] == list(range(5))
+    for frame in frames:
+        assert frame.image.is_contiguous()
+        assert np.array_equal(frame.image[0].permute(1, 2, 0).numpy()[..., ::-1], upright(image))
+
+
+def test_frames_of_the_gpu_without_time_stamps_have_those_of_the_nominal_rate(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["PyNvVideoCodec"], "CreateDecoder", Stored)
+    frames, _ = play(write_clip(tmp_path / "a.h264", Stored.image, "libx264", frames=5))
+    assert [frame.pts for frame in frames] == pytest.approx([number / 25 for number in range(5)])
+
+
+@pytest.mark.parametrize(("is_live", "latency", "flags"), [(False, 0, {0, 1}), (True, 1, {8, 1})])
+def test_only_live_streams_ask_for_low_latency(library, tmp_path, is_live, latency, flags):
+    play(h264(tmp_path / "a.mp4"), live=is_live)
+    assert (library.latencies, library.flags) == ((latency,), flags)
+
+
+def test_broken_packets_count_in_a_row(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "MOST_BROKEN", 1)
+    library.broken = (3, GOP + 3)
+    frames, stats = play(h264(tmp_path / "a.mp4"))
+    assert [round(25 * frame.pts) for frame in frames] == [0, 1, GOP, GOP + 1]
+    assert stats["state"] == "ended"
+
+
+def test_cpu_decodes_ten_bits(library, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    frames, _ = play(write_clip(tmp_path / "a.mp4", Stored.image, "libx264", "yuv420p10le", 2))
+    assert len(frames) == 2
+    assert "h264 of format yuv420p10le" in caplog.text

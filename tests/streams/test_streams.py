@@ -23,7 +23,7 @@ from torchpipe_py.streams import source as source_module
 from torchpipe_py.streams import stream as stream_module
 from torchpipe_py.streams import streams as streams_module
 from torchpipe_py.streams.config import read_stream, read_streams
-from torchpipe_py.streams.source import Picture, read_pictures
+from torchpipe_py.streams.source import Picture, SourceError, read_pictures
 from torchpipe_py.streams.stream import LAST_SECONDS, State, Stream
 
 pytest.importorskip("av")
@@ -163,6 +163,7 @@ def test_drops_older_frames_if_pipe_is_too_slow(video):
         frames = list(streams)
         counts = streams.stats()["a"]
     assert len(frames) < FRAMES
+    assert all(frame.age >= Slow.pause for frame in frames)
     assert [frame.dropped_before for frame in frames] == list(np.diff([-1, *(frame.number for frame in frames)]) - 1)
     assert counts["decoded"] == FRAMES
     assert counts["results"] == len(frames)
@@ -316,6 +317,37 @@ def test_blocked_read_affects_only_its_stream(video, monkeypatch):
     eventually(lambda: not any(thread.name.endswith(" stuck") for thread in threading.enumerate()))
 
 
+def test_replaces_blocked_threads_up_to_a_limit_until_they_end(video, monkeypatch, caplog):
+    over, started = threading.Event(), []
+
+    def start(stream):
+        stream._thread, stream._overdue_at = threading.Thread(target=over.wait, daemon=True), 0.0
+        stream._thread.start()
+        started.append(stream._thread)
+
+    monkeypatch.setattr(Stream, "start", start)
+    with unread(video) as (_, stream), stream._lock:
+        stream.start()
+        for now in range(1, 6):
+            stream.replace_blocked_thread(now)
+        assert len(started) == stream_module.MOST_BLOCKED
+        assert caplog.text.count("blocked") == 1
+        over.set()
+        for thread in started:
+            thread.join()
+        stream.replace_blocked_thread(5 + stream_module.LONGEST_PAUSE)
+        assert len(started) == stream_module.MOST_BLOCKED + 1
+
+
+def test_stopped_stream_has_no_further_frame(video):
+    with unread(video) as (_, stream):
+        stream._offer(Picture(0.0, lambda: None), 0.0, threading.Event())
+        assert stream.waiting
+        with stream._lock:
+            stream.stop()
+        assert stream.is_over
+
+
 def test_waits_for_absent_device_and_fails_without_frames(monkeypatch):
     with bright() as run, Streams(run, {"a": {"source": "/dev/no-such-camera"}}) as streams:
         eventually(lambda: "; opening it again in" in streams.stats()["a"].get("last_error", ""))
@@ -339,6 +371,157 @@ def test_clock_step_back_makes_no_frame_stale(video, monkeypatch):
         assert stream._read_once(threading.Event()) is None
     assert len(seen) == len(pictures)
     assert seen == sorted(seen)
+
+
+def arrivals(monkeypatch, video, times, **keys):
+    """The seconds ``pts`` of the frames that a live source keeps, whose frames arrive at these times."""
+    clock = [0.0]
+
+    def reading(options, stop):
+        for clock[0] in times:
+            yield Picture(None, lambda: None)
+
+    monkeypatch.setattr(stream_module, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(stream_module, "read_pictures", reading)
+    with unread(video, keep=1000, **keys) as (_, stream):
+        stream.options.is_file = False
+        assert stream._read_once(threading.Event()) is None
+        assert stream.counts["decoded"] == len(times)
+        return [waiting.picture.pts for waiting in stream.waiting]
+
+
+def test_live_frames_count_from_the_first_arrival(monkeypatch, video):
+    assert arrivals(monkeypatch, video, [70.5, 71.0, 75.0]) == [0, 0.5, 4.5]
+
+
+@pytest.mark.parametrize(("rate", "fps", "kept"), [(5, 3, 3), (5, 5, 5), (5, 10, 5), (30, 1, 1), (29.97, 10, 10)])
+def test_fps_of_live_source_counts_arrivals(monkeypatch, video, rate, fps, kept):
+    """A minute of a camera whose frames come a little early or late."""
+    rng = np.random.default_rng(0)
+    times = [(number + rng.uniform(-0.1, 0.1)) / rate for number in range(round(60 * rate))]
+    assert len(arrivals(monkeypatch, video, times, fps=fps)) == pytest.approx(60 * kept, abs=2)
+
+
+def test_live_fps_continues_after_a_pause(monkeypatch, video):
+    times = [*(number / 10 for number in range(100)), *(3600 + number / 10 for number in range(100))]
+    assert len(arrivals(monkeypatch, video, times, fps=2)) == 40
+
+
+def test_images_without_a_clock_have_no_time_and_are_all_kept(monkeypatch, video):
+    pictures = [Picture(None, lambda: None)] * 3
+    monkeypatch.setattr(stream_module, "read_pictures", lambda options, stop: (each for each in pictures))
+    with unread(video, keep=1000, fps=1) as (_, stream):
+        assert stream._read_once(threading.Event()) is None
+        assert [waiting.picture.pts for waiting in stream.waiting] == [None] * 3
+
+
+def test_fps_continues_after_a_jump_of_the_clock(monkeypatch, video):
+    """Two seconds each at 25 frames, with times as FFmpeg rounds them: forwards, backwards, and on."""
+    starts = (0, 7200, 30, 31.99)
+    pictures = [Picture(round(start + number / 25, 3), lambda: None) for start in starts for number in range(50)]
+    monkeypatch.setattr(stream_module, "read_pictures", lambda options, stop: (each for each in pictures))
+    for fps, kept in ((25, 200), (5, 40), (1000, 200)):
+        with unread(video, keep=1000, live=False, fps=fps) as (_, stream):
+            assert stream._read_once(threading.Event()) is None
+            assert len(stream.waiting) == pytest.approx(kept, abs=1)
+
+
+class Pauses(threading.Event):
+    """Notes how long it is waited for, and is set after some waits."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most, self.waits = most, []
+
+    def wait(self, timeout=None):
+        self.waits.append(timeout)
+        if len(self.waits) == self.most:
+            self.set()
+        return self.is_set()
+
+
+def test_pauses_double_up_to_a_limit_until_a_frame_arrives(monkeypatch, video):
+    stop = Pauses(10)
+
+    def reading(options, stop_):
+        if len(stop.waits) == 8:
+            yield Picture(None, lambda: None)
+        raise SourceError("no route")
+
+    monkeypatch.setattr(stream_module, "read_pictures", reading)
+    with unread(video) as (_, stream):
+        stream.options.is_file = False
+        stream._read(stop)
+        assert stream.counts["reconnects"] == 9
+    for wait, pause in zip(stop.waits, [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1], strict=True):
+        assert 0.75 * pause <= wait <= 1.25 * pause
+    assert len({wait / pause for wait, pause in zip(stop.waits, [0.5, 1, 2, 4], strict=False)}) > 1, "no jitter"
+
+
+def test_a_gap_in_a_file_is_not_a_blocked_read(monkeypatch, video):
+    stop = Pauses(2)
+    wait = stop.wait
+
+    def wait_and_look(timeout=None):
+        if not stop.waits:  # for the second frame
+            stream.replace_blocked_thread(time.monotonic() + 1e6)
+        return wait(timeout)
+
+    stop.wait = wait_and_look
+    pictures = [Picture(pts, lambda: None) for pts in (0.0, 50.0)]
+    monkeypatch.setattr(stream_module, "read_pictures", lambda options, stop: (each for each in pictures))
+    with unread(video, keep=2) as (_, stream):
+        stream._thread = threading.current_thread()
+        assert stream._read_once(stop) is None
+        assert stop.waits[0] == pytest.approx(50, abs=WAIT)
+        assert (stream.state, len(stream.waiting)) == (State.PLAYING, 2)
+
+
+def test_unknown_accelerator_is_not_tried_again():
+    with bright() as run, Streams(run, {"a": {"source": "rtsp://127.0.0.1:1/", "hwaccel": "nonsense"}}) as streams:
+        eventually(lambda: streams.stats()["a"]["state"] == "failed")
+        stats = streams.stats()["a"]
+    assert stats["last_error"].startswith("hwaccel = 'nonsense': not in this PyAV; ")
+    assert stats["reconnects"] == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        ("rtsp://h/", {"options": {"rtsp_flags": "prefer_tcp"}}),
+        ("/dev/video9", {"format": "v4l2"}),
+        ("http://h/", {}),
+    ],
+)
+def test_opens_each_kind_of_source_within_the_time_limit(monkeypatch, source, settings):
+    calls = []
+
+    def refuse(source, **settings):
+        calls.append((source, settings))
+        raise OSError("not here")
+
+    monkeypatch.setattr("av.open", refuse)
+    (options,) = read_streams({"a": {"source": source, "timeout": 7}})
+    with pytest.raises(SourceError, match="not here"):
+        next(read_pictures(options, threading.Event()))
+    assert calls == [(source, {"timeout": 7, "metadata_errors": "replace", **settings})]
+
+
+def test_silent_source_is_reported_with_its_time_limit():
+    over = threading.Event()
+    with web_server(lambda handler, number: handler.send_response(200) or over.wait()) as port, bright() as run:
+        table = {"source": f"http://127.0.0.1:{port}/", "timeout": 0.1, "reconnect": False}
+        with Streams(run, {"a": table}) as streams:
+            eventually(lambda: streams.stats()["a"]["state"] == "failed")
+            assert streams.stats()["a"]["last_error"] == "no data for 0.1 s"
+        over.set()
+
+
+def test_keeps_within_the_limit_of_the_pipe(video):
+    table = {"source": str(video), "keep": "all", "fps": 5}
+    with bright("Slow", max_inflight=1) as run, Streams(run, {"a": table, "b": table}) as streams:
+        frames = list(streams)
+    assert [frame.error for frame in frames] == [None] * 20
 
 
 @pytest.mark.parametrize("decoder", ["pyav", "opencv"])
@@ -389,6 +572,10 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
         ({"a": {"source": "/no/such.mp4"}}, "key 'source': no such file: '/no/such.mp4'"),
         ({"a": {"source": "rtsp://x:${NO_SUCH_VARIABLE}@h/"}}, "no variable NO_SUCH_VARIABLE"),
         ({"a": {"source": "rtsp://h/", "keep": "newest"}}, "key 'keep': expected 'latest', 'all' or a number"),
+        (
+            {"a": {"source": "rtsp://h/", "keep": 1001}},
+            "key 'keep': expected 'latest', 'all' or a number of frames from",
+        ),
         ({"a": {"source": "rtsp://h/", "wieght": 2}}, "key 'wieght': unknown; did you mean 'weight'"),
         ({"a": {"source": "rtsp://h/", "fps": -1}}, "key 'fps': expected at least 0"),
         ({"a": {"source": "rtsp://h/", "decoder": "ffmpeg"}}, "key 'decoder': expected one of auto, pyav, opencv"),
