@@ -254,7 +254,6 @@ def test_tags_in_another_encoding_stop_no_file(tmp_path, decoder):
 
 @pytest.mark.parametrize("name", ["90 clockwise", "mirrored"])
 def test_run_gives_upright_frames(tmp_path, name):
-    pytest.importorskip("torchpipe_py.tools.run")
     matrix, upright = TURNS[name]
     turn_clip(write_clip(tmp_path / "a.mp4", picture(64, 48), frames=2), matrix)
     (tmp_path / "resize.toml").write_text('backend = "ResizeMat"\nresize_h = 2\nresize_w = 2\n')
