@@ -303,3 +303,30 @@ def test_base64_over_grpc(server: LocalServer) -> None:
     text = base64.b64encode("größe".encode())
     more = {"parameters": as_rpc({"content_type": "base64"}), "contents": {"bytes_contents": [text]}}
     assert rpc_of(server, {"inputs": [rpc_input(**more)]})["data"] == "größe"
+
+
+def written(server: LocalServer, path: str, body: Any, indent: int) -> Any:
+    """The answer to a long body, which is read in another way than a short one, with indented lists."""
+    text = json.dumps(body, indent=indent) + " " * 2**17
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    with HttpClient(server.port) as client:
+        client.send(head.encode() + text.encode())
+        answer = client.read()
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+def test_lists_among_parameters_of_long_bodies_are_lists(server: LocalServer) -> None:
+    parameters = {"classes": list(range(200)), "nested": {"numbers": [0.5] * 100}}
+    answer = written(server, "/infer", {"inputs": {"data": {"b64": "eA=="}}, "parameters": parameters}, 8)
+    assert json.loads(answer["result"])["parameters"] == parameters
+    answer = written(server, "/v2/models/test/infer", {"inputs": [tensor()], "parameters": parameters}, 8)
+    assert json.loads(answer["outputs"][0]["data"][0])["parameters"] == parameters
+
+
+def test_shape_may_be_indented_in_long_bodies(server: LocalServer) -> None:
+    shape = [1, 3, 8, 8]
+    values = {"dtype": "float32", "shape": shape, "data": [0.5] * 192}
+    assert written(server, "/infer", {"inputs": {"data": values}}, 32)["result"]
+    given = tensor(datatype="FP32", shape=shape, data=[0.5] * 192)
+    assert written(server, "/v2/models/test/infer", {"inputs": [given]}, 32)["outputs"]

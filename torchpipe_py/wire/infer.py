@@ -14,7 +14,15 @@ from torchpipe_py.errors import DecodeError, InvalidRequest, counted, nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES, HttpRequest
-from torchpipe_py.wire.json_values import InputReader, from_text, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.json_values import (
+    InputReader,
+    from_text,
+    json_line,
+    label_line,
+    parse_json,
+    to_json,
+    with_lists,
+)
 from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
@@ -226,9 +234,9 @@ def read_parameters(given: str | None, text: Bound, headers: ForwardedHeaders) -
     if len(given) > 2 * text.bytes:
         raise RequestTooLargeError(f"parameters of {len(given)} characters; the limit is {2 * text.bytes}")
     try:
-        value = parse_json(given.encode("utf-8", "surrogatepass"))
-    except InvalidRequest as error:
-        raise type(error)(f"parameters: {error}") from None
+        value = msgspec.json.decode(given)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequest(f"parameters: JSON: {error}") from None
     return headers.add_to(parameters_of(value, text), {})
 
 
@@ -237,7 +245,7 @@ def parameters_of(given: Any, text: Bound) -> dict[str, Any]:
     given = given or {}
     if not isinstance(given, dict):
         raise InvalidRequest("parameters is not an object")
-    own, others = split("", given, _OPTIONS)
+    own, others = split("", with_lists(given), _OPTIONS)
     for key in own:
         raise InvalidRequest(f"parameter {key!r}: it stands beside inputs, not in parameters")
     check_values(others, text)

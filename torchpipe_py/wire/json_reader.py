@@ -16,7 +16,9 @@ from typing import Any
 from torchpipe_py.wire.errors import RequestTooLargeError
 
 LONG = 2**7
-"""Characters of a list, without texts or lists in it, that is kept as ``Numbers``."""
+"""Characters of a list, without texts or lists in it, that is kept as ``Numbers`` if it has ``MANY`` commas."""
+MANY = 2**5
+"""No shape has as many sizes, however it is indented."""
 PIECE = 2**14
 """Characters of it that are read without a pause."""
 WORD = 2**13
@@ -180,7 +182,7 @@ class _Reader:
         elements: list[Any] = []
         end = self._flat_end(at)
         if end is not None:
-            if end - at > LONG:
+            if end - at > LONG and text.count(",", at, end) >= MANY:
                 return Numbers(text, at, end), end + 1
             try:
                 return json.loads(text[at - 1 : end + 1]), end + 1

@@ -20,6 +20,7 @@ from torchpipe_py.wire.answers import utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES
 from torchpipe_py.wire.json_reader import Numbers, Turns, read_json
+from torchpipe_py.wire.parameters import MOST_PARAMETER_VALUES
 from torchpipe_py.wire.values import (
     BFLOAT16,
     MOST_DIMENSIONS,
@@ -77,6 +78,23 @@ def parse_json(body: bytes) -> Any:
         if body.startswith(b"\x1f\x8b"):
             raise InvalidRequest("JSON: the body is gzip, which needs the header Content-Encoding: gzip") from None
         raise InvalidRequest(f"JSON: {error}") from None
+
+
+def with_lists(parameters: Any) -> Any:
+    """The parameters of a large body as those of a small one: their ``Numbers`` are lists, but for too many of them.
+
+    ``InvalidRequest`` for malformed JSON in one.
+    """
+    if isinstance(parameters, dict):
+        return {name: with_lists(value) for name, value in parameters.items()}
+    if isinstance(parameters, list):
+        return [with_lists(value) for value in parameters]
+    if not isinstance(parameters, Numbers) or parameters.most > MOST_PARAMETER_VALUES:
+        return parameters
+    try:
+        return parameters.to_list()
+    except JSONDecodeError as error:
+        raise InvalidRequest(f"JSON: {error.msg} (char {error.pos})") from None
 
 
 class InputReader:

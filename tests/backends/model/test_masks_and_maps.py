@@ -140,6 +140,26 @@ def test_refuses_masks_of_a_size_that_a_client_made_up(height: int, width: int) 
     assert f"masks of {width}x{height} pixels; at most" in str(error)
 
 
+def test_refuses_masks_of_more_pixels_than_an_item_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "MOST_MASK_PIXELS", 64 * 96)
+    item = letterboxed((64, 96), INPUT)
+    one, two = ([48, 32, 80, 40], 0, 0.9), ([48, 32, 40, 60], 1, 0.8)
+    (found,) = made("YoloSegments").forward(segments(one), [item])
+    assert len(found) == 1
+    (error,) = made("YoloSegments").forward(segments(one, two, ([30, 20, 50, 40], 0, 0.7)), [item])
+    assert isinstance(error, InvalidRequest)
+    assert "pixels together, the most of an item: raise threshold, or lower iou or max_det" in str(error)
+
+
+def test_model_without_a_batch_is_split_as_one_with_it() -> None:
+    item = letterboxed((64, 96), INPUT)
+    outputs = segments(([48, 32, 40, 20], 0, 0.9), ([20, 32, 20, 20], 1, 0.8))
+    post = made("YoloSegments")
+    (wanted,) = post.on_host(post.on_device(outputs), [item])
+    (found,) = post.on_host(post.on_device([output[0] for output in outputs]), [item])
+    assert found == wanted
+
+
 def test_no_object_has_no_masks(forward: Any) -> None:
     (found,) = forward(made("YoloSegments"), segments(), [letterboxed((64, 96), INPUT)])
     assert (len(found), found.masks) == (0, ())

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,15 +28,15 @@ from kit.videos import web_server, write_video
 from kit.waits import PROGRAM_WAIT, WAIT, eventually, run
 
 from torchpipe_py import cli, pipe
-from torchpipe_py.errors import NoResult
+from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.files import iter_matches
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run import command
-from torchpipe_py.tools.run.journal import Journal
-from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings
+from torchpipe_py.tools.run.journal import Journal, Lock
+from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings, failed_line, line_of_same_content
 from torchpipe_py.tools.run.outputs import check_kind, write_table
-from torchpipe_py.tools.run.pictures import picture_name
+from torchpipe_py.tools.run.pictures import draw_picture, picture_name
 from torchpipe_py.tools.run.progress import Progress, progress_line
 from torchpipe_py.tools.run.sources import open_source
 from torchpipe_py.wire.answers import failure
@@ -448,9 +449,48 @@ def test_pictures_of_different_items_have_different_names() -> None:
     items = [("d/a.jpg", None), ("d/a.png", None), ("d/a.tif", None), ("d/v.mp4", 3), ("/d/a.jpg", None)]
     items += [("../a.jpg", None), ("_/a.jpg", None), ("http://h/a.jpg?b", None), ("http://h/a.jpg?c", None)]
     names = [picture_name(path, "d", frame) for path, frame in items]
-    assert names[:4] == ["a.jpg", "a.png", "a.tif.jpg", "v.mp4/000003.jpg"]
+    assert [names[0], names[1], names[3]] == ["a.jpg", "a.png", "v.mp4/000003.jpg"]
+    assert picture_name("d/a.tif", "d", None) != picture_name("d/a.tif.jpg", "d", None) == "a.tif.jpg"
     assert len(set(names)) == len(names)
     assert not any(name.startswith(("/", "../")) or "/../" in name for name in names)
+
+
+def test_picture_of_a_long_name_can_be_written(tmp_path: Path) -> None:
+    name = picture_name(f"d/{'é' * 120}.jpg", "d", None)
+    draw_picture(str(tmp_path), name, np.zeros((4, 4, 3), np.uint8), "bgr", [])
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_list_in_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """Counting its items would take them away."""
+    os.mkfifo(fifo := tmp_path / "list")
+    source = open_source(str(fifo))
+    paths = [f"{number}.jpg" for number in range(5000)]
+    writer = threading.Thread(target=lambda: fifo.write_text("".join(f"{path}\n" for path in paths)))
+    writer.start()
+    assert source.count() is None
+    assert [os.path.basename(item.path) for item in source.items()] == paths
+    writer.join(WAIT)
+
+
+def test_refused_restart_leaves_the_unfinished_run(here: Path) -> None:
+    """A folder stands where the output is to be written."""
+    out = here / "out.ndjson"
+    begun = Lock(out, {"run": {"a": 1}}, restart=False)
+    begun.begin()
+    begun.close()
+    out.mkdir()
+    refused = run(*program("demo.toml", ".", "--out", out, "--restart"))
+    assert refused.returncode == 2
+    again = Lock(out, {"run": {"a": 1}}, restart=False)
+    assert not again.is_new
+    again.close()
+
+
+def test_failed_line_serves_other_items_with_the_same_content() -> None:
+    failed = failed_line({"path": '"a.jpg"'}, InvalidRequest("gone"))
+    same = json.loads(line_of_same_content(failed, {"path": '"b.jpg"', "sha256": '"00"'}))
+    assert same == {"path": "b.jpg", "sha256": "00", "error": "gone", "code": "invalid_request"}
 
 
 def test_progress_shows_rate_and_time_left() -> None:

@@ -32,7 +32,7 @@ from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import milliseconds, priority_of
-from torchpipe_py.wire.json_values import parse_json
+from torchpipe_py.wire.json_values import parse_json, with_lists
 from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import is_label_and_score
 
@@ -189,7 +189,9 @@ def _read_json(text: memoryview) -> _Asked:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 pass
         # Python's own reader takes what others write beyond JSON: NaN, and halves of surrogate pairs.
-        return msgspec.convert(parse_json(bytes(text)), _Asked)
+        asked = msgspec.convert(parse_json(bytes(text)), _Asked)
+        asked.parameters = with_lists(asked.parameters)
+        return asked
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request: {str(error)[:360]}") from None
     except UnicodeEncodeError as error:

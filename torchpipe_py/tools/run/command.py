@@ -71,7 +71,8 @@ def run_run(args: argparse.Namespace) -> int:
             try:
                 _begin(out, partial, args.restart, lock.is_known)
             except BaseException:
-                lock.remove()
+                if not lock.is_known:  # else an unfinished run can still be resumed
+                    lock.remove()
                 raise
             lock.begin()
         if args.draw:

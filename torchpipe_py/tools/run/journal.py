@@ -38,9 +38,7 @@ class Lock:
             finished = lines.split(b"\n")[1:-1]
             self.errors = int(finished[0]) if finished else None
             """The number of errors of a run whose lines are complete."""
-            if self.is_new:
-                os.ftruncate(self._file, 0)
-            else:
+            if not self.is_new:
                 _check_same(out, json.loads(lines.split(b"\n")[0]), identity)
         except BaseException as error:
             os.close(self._file)
@@ -51,6 +49,7 @@ class Lock:
 
     def begin(self) -> None:
         """Write what the run is."""
+        os.ftruncate(self._file, 0)
         os.pwrite(self._file, self._line, 0)
         os.fsync(self._file)
         sync_folder(self.path)

@@ -30,6 +30,7 @@ LEAST_AHEAD, MOST_AHEAD = 4, 256
 """Bounds of the items that a process has at once."""
 
 _HASH = b', "sha256": "'
+_ERROR = b', "error": "'
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def failed_line(head: Mapping[str, str], error: BaseException) -> bytes:
 def line_of_same_content(line: bytes, head: Mapping[str, str]) -> bytes:
     """``line`` for another item with the same bytes."""
     # NOTE: within a text of JSON each quote has a backslash before it, so this is the member itself.
-    return json_line(head)[:-2] + line[line.index(_HASH) :]
+    at = line.find(_HASH)
+    return json_line(head)[:-2] + line[at if at >= 0 else line.index(_ERROR) :]  # one that could not be read again
 
 
 def read_line(line: bytes) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from torchpipe_py.files import replace_file
 from torchpipe_py.streams.boxes import draw_boxes
 
 _KEPT = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_MOST_BYTES = 190
 _UNFINISHED = re.compile(r"\..*\.[0-9a-f]{32}\.tmp")
 
 
@@ -25,11 +26,16 @@ def picture_name(path: str, source: str, frame: int | None) -> str:
     """
     inner = os.path.relpath(path, source) if path.startswith(os.path.join(source, "")) else path
     parts = [part for part in re.split(r"/+", inner.partition("://")[2] or inner) if part not in ("", ".")]
-    safe = "/".join("_" if part == ".." else re.sub(r"[\0-\x1f\x7f]", "_", part)[-120:] for part in parts) or "_"
+    safe = "/".join("_" if part == ".." else _shortened(re.sub(r"[\0-\x1f\x7f]", "_", part)) for part in parts) or "_"
     if frame is not None:
         return f"{_unlike(safe, inner)}/{frame:06}.jpg"
-    stem, suffix = os.path.splitext(_unlike(safe, inner))
-    return f"{stem}{suffix}" if suffix.lower() in _KEPT else f"{stem}{suffix}.jpg"
+    is_kept = os.path.splitext(safe)[1].lower() in _KEPT
+    return _unlike(safe if is_kept else f"{safe}.jpg", inner)
+
+
+def _shortened(name: str) -> str:
+    """The end of a name that is too long: a file system takes 255 bytes, and an unfinished file adds 50."""
+    return os.fsdecode(os.fsencode(name)[-_MOST_BYTES:]) if len(os.fsencode(name)) > _MOST_BYTES else name
 
 
 def _unlike(safe: str, given: str) -> str:

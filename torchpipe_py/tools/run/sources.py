@@ -117,8 +117,10 @@ def _download(url: str) -> bytes:
 class Source:
     """A SOURCE of the command line; see ``open_source``."""
 
-    def __init__(self, text: str, entries: Callable[[], Iterator[tuple[str, str]]]) -> None:
-        self.text, self._entries = text, entries
+    def __init__(
+        self, text: str, entries: Callable[[], Iterator[tuple[str, str]]], can_read_again: bool = True
+    ) -> None:
+        self.text, self._entries, self._can_read_again = text, entries, can_read_again
 
     def items(self) -> Iterator[Item]:
         """The items, from the start."""
@@ -133,8 +135,8 @@ class Source:
                 yield Item(path, where)
 
     def count(self) -> int | None:
-        """The number of items; ``None`` if only reading them tells, as with tars, videos and the standard input."""
-        if self.text == STDIN:
+        """The number of items; ``None`` if only reading them tells, as with tars, videos and lists in a pipe."""
+        if not self._can_read_again:
             return None
         total = 0
         for _, where in self._entries():
@@ -168,7 +170,7 @@ def open_source(text: str) -> Source:
     - any other file, or ``-`` for the standard input: a list of all these, one a line; paths are relative to its folder
     """
     if text == STDIN:
-        return Source(text, lambda: _listed(sys.stdin.buffer, ""))
+        return Source(text, lambda: _listed(sys.stdin.buffer, ""), can_read_again=False)
     if is_url(text):
         return Source(text, lambda: iter([(text, text)]))
     if os.path.isdir(text):
@@ -178,7 +180,7 @@ def open_source(text: str) -> Source:
         if lowered.endswith((*IMAGE_SUFFIXES, *TAR_SUFFIXES, *VIDEO_SUFFIXES)):
             return Source(text, lambda: iter([(text, text)]))
         _check_list(text)
-        return Source(text, lambda: _of_list(text))
+        return Source(text, lambda: _of_list(text), can_read_again=os.path.isfile(text))
     if is_pattern(text):
         return Source(text, lambda: ((path, path) for path in _matched(text)))
     folder = os.path.dirname(text) or "."

@@ -102,11 +102,12 @@ class Yolo(Layout):
     def on_device(self, outputs: list[Any]) -> list[Any]:
         import torch
 
-        output = outputs[self.used[0]].float()
-        output = output if output.ndim == 3 else output[None]
+        output, *others = super().on_device(outputs)
+        if output.ndim == 2:  # a model without a batch
+            output, *others = [each[None] for each in (output, *others)]
         scores, classes = output[:, 4 : self._end].max(1, keepdim=True)
         reduced = torch.cat([output[:, :4], scores, classes.float(), output[:, self._end :]], 1)
-        return [reduced, *super().on_device(outputs)[1:]]
+        return [reduced, *others]
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         output, end = arrays[0], self._end

@@ -19,6 +19,8 @@ from torchpipe_py.results import Detections
 from torchpipe_py.values import to_str
 
 MOST_SIDE = 2**16
+MOST_MASK_PIXELS = 2**28
+"""Limit of the pixels within the boxes of an item's masks, together: so many take ten seconds."""
 
 FINEST = 4
 """The stride of YOLO's prototypes: so many times their size is the input's."""
@@ -206,10 +208,14 @@ class YoloSegments(Detector):
             raise self.not_a_number("masks")
         upsampler = Upsampler(prototypes.shape[1:], size, back)
         pairs = zip(found.extra, boxes.astype(np.float32), strict=True)
-        windows = (
-            [upsampler.window(prototypes, coefficients, box) for coefficients, box in pairs] if len(scores) else []
-        )
-        kept = [index for index, window in enumerate(windows) if window.pixels.any()]
-        form = FORMS[self.masks]
-        masks = [form(windows[index]) for index in kept]
+        form, kept, masks, pixels = FORMS[self.masks], [], [], 0
+        for index, (coefficients, box) in enumerate(pairs):
+            pixels += math.ceil((box[2] - box[0] + 1) * (box[3] - box[1] + 1))
+            if pixels > MOST_MASK_PIXELS:
+                most = f"{index} of {len(scores)} masks have {MOST_MASK_PIXELS} pixels together, the most of an item"
+                raise InvalidRequest(f"{most}: raise threshold, or lower iou or max_det")
+            window = upsampler.window(prototypes, coefficients, box)
+            if window.pixels.any():
+                kept.append(index)
+                masks.append(form(window))
         return Detections(boxes[kept], scores[kept], found.classes[kept], self.names, masks=tuple(masks))
