@@ -106,7 +106,7 @@ class SampleReader:
 
 
 def decode_rgb(encoded: bytes) -> Any:
-    """An RGB ``PIL.Image`` with the same pixels as ``DecodeMat``: ``cv2.imdecode``, rotated by EXIF, 8 bits.
+    """An RGB ``PIL.Image`` with the same pixels as ``DecodeMat``: turned upright by EXIF, 8 bits.
 
     Raises ``DecodeError`` for bytes that are not an image.
     """

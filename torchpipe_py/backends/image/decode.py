@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
 from torchpipe_py.backends.image.jpeg import JpegHeader
 from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, Recolor, encoded_bytes, to_color
 from torchpipe_py.backends.image.memory import DECODING, SMALL
+from torchpipe_py.backends.image.pillow import PillowDecoder
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signature
 from torchpipe_py.errors import DecodeError, first_line, nearest
@@ -41,7 +43,7 @@ _FORMATS: dict[str, tuple[Callable[[Bytes], ImageHeader], tuple[bytes, ...]]] = 
     "bmp": (formats.read_bmp, (b"BM",)),
     "gif": (formats.read_gif, (b"GI",)),
     "tiff": (formats.read_tiff, (b"II", b"MM")),
-    "pnm": (formats.read_pnm, tuple(b"P%d" % kind for kind in range(1, 7))),
+    "pnm": (formats.PnmHeader, tuple(b"P%d" % kind for kind in range(1, 7))),
 }
 _BY_START = {start: name for name, (_, starts) in _FORMATS.items() for start in starts}
 
@@ -120,7 +122,10 @@ def _hint(data: Bytes) -> str:
 
 
 class MatDecoder:
-    """Decodes image bytes that pass a ``HeaderCheck`` by ``cv2.imdecode``, to a Mat H×W×3, or H×W×1 if gray.
+    """Decodes image bytes that pass a ``HeaderCheck`` to a Mat H×W×3, or H×W×1 if gray, turned upright.
+
+    Its pixels are those of Pillow's ``ImageOps.exif_transpose(image).convert("RGB")``, and gray is converted from
+    them. ``cv2.imdecode`` decodes, and Pillow what OpenCV reads differently or not at all.
 
     In a process, large images (see ``is_large``) use at most eight bytes for each of ``max_pixels`` at a time, and the
     others half as much in addition; the next image waits.
@@ -132,9 +137,17 @@ class MatDecoder:
         self._check = HeaderCheck(formats, max_pixels)
         self._max_pixels = max_pixels
         self._imdecode: Callable[..., Any] = cv2.imdecode
-        flags = {"bgr": cv2.IMREAD_COLOR_BGR, "rgb": cv2.IMREAD_COLOR_RGB, "gray": cv2.IMREAD_GRAYSCALE}
-        self._flags = flags[color]
+        # NOTE: not IMREAD_GRAYSCALE, which makes linear light of a PNG with a chunk sRGB or gAMA. The orientation is
+        # applied by one rule for all decoders and formats.
+        self._flags = (cv2.IMREAD_COLOR_RGB if color == "rgb" else cv2.IMREAD_COLOR_BGR) | cv2.IMREAD_IGNORE_ORIENTATION
+        self._is_rgb, self._is_gray = color == "rgb", color == "gray"
+        # NOTE: OpenCV 5 gives BGR for RGB of 16 bits from a TIFF.
+        self._of_any_depth = cv2.IMREAD_COLOR_BGR | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
         self._cv2_error = cv2.error
+        self._swap = partial(cv2.cvtColor, code=cv2.COLOR_RGB2BGR)
+        self._to_gray = partial(cv2.cvtColor, code=cv2.COLOR_BGR2GRAY)
+        self._turn = Turn()
+        self._by_pillow = PillowDecoder(formats)
 
     def __call__(self, data: Any) -> Any:
         """A Mat, of the size in the header or turned by a quarter.
@@ -143,29 +156,71 @@ class MatDecoder:
         """
         encoded = encoded_bytes(data)
         header = self._check(data if isinstance(data, bytes) else encoded.data)
-        encoded = np.frombuffer(header.without_texts(encoded.data), UINT8)
-        try:
-            if header.memory <= SMALL:
-                mat = self._imdecode(encoded, self._flags)
-            else:
-                large = is_large(header.width * header.height, self._max_pixels)
-                with DECODING.reserved(header.memory, 8 * self._max_pixels, large):
-                    mat = self._imdecode(encoded, self._flags)
-        except self._cv2_error as error:
-            reason = getattr(error, "err", "") or first_line(error)  # the rest names source files of OpenCV
-            raise DecodeError(f"{len(encoded)} bytes: OpenCV: {reason.strip()}") from None
+        if header.memory <= SMALL:
+            return self._decode(header, encoded)
+        large = is_large(header.width * header.height, self._max_pixels)
+        with DECODING.reserved(header.memory, 8 * self._max_pixels, large):
+            return self._decode(header, encoded)
+
+    def _decode(self, header: ImageHeader, encoded: np.ndarray) -> Any:
+        content = np.frombuffer(header.without_texts(encoded.data), UINT8)
+        mat = None if header.by_pillow else self._by_opencv(header, content)
+        if mat is None and (header.by_pillow or header.format == "png"):  # Pillow passes over wrong checksums
+            mat = self._by_pillow(header.format, content.tobytes())
+            mat = mat if self._is_rgb else self._swap(mat)
         if mat is None:
             raise DecodeError(
                 f"{len(encoded)} bytes: OpenCV cannot decode this {header.format} of {header.width}x{header.height}"
                 " pixels; it is damaged, cut off or of a rare kind"
             )
-        return mat if mat.ndim == 3 else mat[:, :, None]
+        mat = self._turn(mat, header.orientation(encoded.data))
+        return self._to_gray(mat)[:, :, None] if self._is_gray else mat
+
+    def _by_opencv(self, header: ImageHeader, content: np.ndarray) -> Any:
+        """A Mat in this decoder's order, or BGR if it is to be gray; ``None`` if OpenCV cannot decode it."""
+        levels = header.levels()
+        try:
+            if levels is None:
+                return self._imdecode(content, self._flags)
+            mat = self._imdecode(content, self._of_any_depth)
+        except self._cv2_error as error:
+            reason = getattr(error, "err", "") or first_line(error)  # the rest names source files of OpenCV
+            raise DecodeError(f"{len(content)} bytes: OpenCV: {reason.strip()}") from None
+        if mat is None or mat.dtype.kind != "u":
+            return None  # a TIFF may declare 16 bits of other types
+        mat = levels[mat]
+        return self._swap(mat) if self._is_rgb else mat
+
+
+class Turn:
+    """Turns a Mat upright, given its orientation 1..8 (Exif 2.3, table 6)."""
+
+    def __init__(self) -> None:
+        import cv2
+
+        def transverse(mat: Any) -> Any:
+            return cv2.flip(cv2.rotate(mat, cv2.ROTATE_90_CLOCKWISE), 0)
+
+        self._turns: dict[int, Callable[[Any], Any]] = {
+            2: partial(cv2.flip, flipCode=1),
+            3: partial(cv2.rotate, rotateCode=cv2.ROTATE_180),
+            4: partial(cv2.flip, flipCode=0),
+            5: cv2.transpose,
+            6: partial(cv2.rotate, rotateCode=cv2.ROTATE_90_CLOCKWISE),
+            7: transverse,
+            8: partial(cv2.rotate, rotateCode=cv2.ROTATE_90_COUNTERCLOCKWISE),
+        }
+
+    def __call__(self, mat: Any, orientation: int) -> Any:
+        turn = self._turns.get(orientation)
+        return mat if turn is None else turn(mat)
 
 
 class DecodeMat(ItemBackend):
-    """Encoded image bytes (JPEG, PNG, WebP, BMP) to an H×W×3 Mat by ``cv2.imdecode``; H×W×1 with ``color = "gray"``.
+    """Encoded image bytes (JPEG, PNG, WebP, BMP) to an upright H×W×3 Mat; H×W×1 with ``color = "gray"``.
 
-    Any pixel format becomes these channels of 8 bits, EXIF orientation is applied, alpha is dropped.
+    Any pixel format becomes these channels of 8 bits: the pixels of Pillow's
+    ``ImageOps.exif_transpose(image).convert("RGB")``, and gray is converted from them. Alpha is dropped.
     No ``result``, but a ``DecodeError`` as ``error``: bytes that are not an image, a format that is not in
     ``formats``, more pixels than ``max_pixels``, JPEGs of more than 32 scans or of more than 16 × ``max_pixels`` in
     all of them, animated PNG and WebP. All this is read from the header, before OpenCV sees the image. A process uses
@@ -186,7 +241,7 @@ class DecodeMat(ItemBackend):
     max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:
-        # Pixels decoded to gray differ from pixels converted to gray.
+        # The backends between them get one channel, as the configuration says.
         if color is not None and self.color != "gray":
             self.color = color
         return None

@@ -6,7 +6,11 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
+import numpy as np
+
+from torchpipe_py.backends.image.exif import orientation
 from torchpipe_py.errors import DecodeError, counted
 
 Bytes = bytes | bytearray | memoryview
@@ -16,10 +20,17 @@ Span = tuple[int, int]
 
 
 class ImageHeader:
-    """Size in pixels as stored, and the ``bits`` of each of the ``channels``, from the first bytes of an image file."""
+    """Size in pixels as stored, and the ``bits`` of each of the ``channels``, from the first bytes of an image file.
+
+    ``exif`` and ``xmp`` are the places of metadata. ``by_pillow``: OpenCV reads such a file with other pixels than
+    Pillow, or not at all.
+    """
 
     def __init__(self, format: str, width: int, height: int, channels: int = 3, bits: int = 8) -> None:
         self.format, self.width, self.height, self.channels, self.bits = format, width, height, channels, bits
+        self.exif: list[Span] = []
+        self.xmp: list[Span] = []
+        self.by_pillow = False
 
     @property
     def memory(self) -> int:
@@ -33,6 +44,17 @@ class ImageHeader:
         """The file without unused chunks that a decoder would inflate, or quote on stderr."""
         return data
 
+    def orientation(self, data: Bytes) -> int:
+        """The orientation 1..8 in the metadata (see ``exif``); known after ``check``."""
+        if not self.exif and not self.xmp:
+            return 1
+        exif, xmp = (b"".join([bytes(data[start:end]) for start, end in spans]) for spans in (self.exif, self.xmp))
+        return orientation(exif, xmp)
+
+    def levels(self) -> np.ndarray | None:
+        """A table that makes 8 bits of the decoded levels, if they are not already 0..255."""
+        return None
+
 
 # -- WebP: https://developers.google.com/speed/webp/docs/riff_container ----------------------------------------------
 
@@ -41,10 +63,10 @@ _WEBP_CHUNKS = 64
 
 
 def read_webp(data: Bytes) -> ImageHeader:
-    """The size of a still image; ``DecodeError`` for an animation, or a canvas of another size than its image."""
+    """The size of a still image, and its metadata; ``DecodeError`` for an animation, or a canvas of another size."""
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"WEBP":
         raise DecodeError("WebP: its first 12 bytes are not those of a WebP")
-    canvas, position = None, 12
+    canvas, features, position = None, 0, 12
     for _ in range(_WEBP_CHUNKS):
         kind, length = struct.unpack_from("<4sI", data, position)
         start, position = position + 8, position + 8 + length + length % 2
@@ -57,13 +79,30 @@ def read_webp(data: Bytes) -> ImageHeader:
                 raise DecodeError(
                     f"WebP: an image of {size[0]}x{size[1]} pixels on a canvas of {canvas[0]}x{canvas[1]}"
                 )
-            return ImageHeader("webp", *size, channels=4)
+            header = ImageHeader("webp", *size, channels=4)
+            header.exif = _webp_metadata(data, b"EXIF") if features & 0x08 else []
+            header.xmp = _webp_metadata(data, b"XMP ") if features & 0x04 else []
+            return header
         if kind == b"VP8X" and start == 20 and length == 10:
+            features = flags
             low_w, high_w, low_h, high_h = struct.unpack_from("<HBHB", data, start + 4)
             canvas = 1 + low_w + (high_w << 16), 1 + low_h + (high_h << 16)
         elif canvas is None:
             raise DecodeError(f"WebP: it begins with a chunk {kind!r} of {length} bytes")
     raise DecodeError(f"WebP: no image in its first {_WEBP_CHUNKS} chunks")
+
+
+def _webp_metadata(data: Bytes, wanted: bytes) -> list[Span]:
+    """The first chunk of that kind, which usually follows the image."""
+    position = 12
+    for _ in range(2 * _WEBP_CHUNKS):
+        if position + 8 > len(data):
+            break
+        kind, length = struct.unpack_from("<4sI", data, position)
+        if kind == wanted:
+            return [(position + 8, position + 8 + length)]
+        position += 8 + length + length % 2
+    return []
 
 
 def _lossy_size(data: Bytes, start: int) -> tuple[int, int]:
@@ -84,6 +123,7 @@ def _lossless_size(data: Bytes, start: int) -> tuple[int, int]:
 
 _BMP_HEADERS = (40, 52, 56, 64, 108, 124)
 _BMP_BITS = (1, 2, 4, 8, 16, 24, 32)
+_BMP_MASKED = (3, 6)  # compressions: the channels are where masks say
 
 
 def read_bmp(data: Bytes) -> ImageHeader:
@@ -94,7 +134,11 @@ def read_bmp(data: Bytes) -> ImageHeader:
     width, height, _, bits = struct.unpack_from("<HHHH" if length == 12 else "<iiHH", data, 18)
     if bits not in _BMP_BITS:
         raise DecodeError(f"BMP: {bits} bits for a pixel; known are {', '.join(map(str, _BMP_BITS))}")
-    return ImageHeader("bmp", width, abs(height))
+    compression = 0 if length == 12 else struct.unpack_from("<I", data, 30)[0]
+    header = ImageHeader("bmp", width, abs(height))
+    # OpenCV expands five bits by a shift, and ignores most masks.
+    header.by_pillow = bits == 16 or compression in _BMP_MASKED
+    return header
 
 
 # -- GIF: https://www.w3.org/Graphics/GIF/spec-gif89a.txt ------------------------------------------------------------
@@ -114,7 +158,9 @@ def read_gif(data: Bytes) -> ImageHeader:
             left, top, frame_w, frame_h = struct.unpack_from("<HHHH", data, position + 1)
             if left + frame_w > width or top + frame_h > height:
                 raise DecodeError(f"GIF: a frame of {frame_w}x{frame_h} pixels leaves the screen of {width}x{height}")
-            return ImageHeader("gif", width, height, channels=4)
+            header = ImageHeader("gif", width, height, channels=4)
+            header.by_pillow = True  # OpenCV makes transparent pixels black; older versions read none
+            return header
         if is_inside:
             is_inside, position = kind != 0, position + 1 + kind  # a block of that many bytes; the last is empty
         elif kind == 0x21:  # an extension
@@ -145,6 +191,22 @@ def tiff_entries(data: Bytes, order: str, most: int = 2**16) -> Iterator[tuple[i
         yield *struct.unpack_from(order + "HHI", data, entry), entry + 8
 
 
+class TiffHeader(ImageHeader):
+    """A TIFF, whose decoders turn it themselves."""
+
+    def __init__(self, format: str, width: int, height: int, channels: int, bits: int) -> None:
+        super().__init__(format, width, height, channels, bits)
+        # OpenCV multiplies colors of 8 bits with alpha; Pillow does not read all kinds of 16 bits.
+        self.by_pillow = bits <= 8
+
+    def levels(self) -> np.ndarray | None:
+        """The upper 8 bits of 16, where OpenCV rounds."""
+        return _UPPER if self.bits == 16 else None
+
+
+_UPPER = (np.arange(2**16) >> 8).astype(np.uint8)
+
+
 def read_tiff(data: Bytes) -> ImageHeader:
     """The size of the first image."""
     order = TIFF_ORDERS.get(bytes(data[:4]))
@@ -170,23 +232,55 @@ def read_tiff(data: Bytes) -> ImageHeader:
         raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
     if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
         raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")
-    return ImageHeader("tiff", width, height, channels, bits)
+    return TiffHeader("tiff", width, height, channels, bits)
 
 
 # -- PBM, PGM, PPM ---------------------------------------------------------------------------------------------------
 
 # NOTE: a comment begins after white space: directly after a number, OpenCV takes its sign for white space.
-_PNM = re.compile(rb"P([1-6])\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s")
+_SPACE = rb"\s(?:\s|#[^\r\n]*[\r\n])*"
+_PNM = re.compile(rb"P([1-6])%b(\d{1,9})%b(\d{1,9})\s" % (_SPACE, _SPACE))
+_LEVELS = re.compile(rb"(?:\s|#[^\r\n]*[\r\n])*(\d{1,5})\s")
 _PNM_START = 2**12
 
 
-def read_pnm(data: Bytes) -> ImageHeader:
-    """The size that is in the first 4 KiB, after comments."""
-    found = _PNM.match(bytes(data[:_PNM_START]))
-    if found is None:
-        raise DecodeError("PNM: no size in its first 4 KiB")
-    kind, width, height = map(int, found.groups())
-    return ImageHeader("pnm", width, height, 3 if kind in (3, 6) else 1, 16)
+class PnmHeader(ImageHeader):
+    """The size and the highest level, ``most``, which are in the first 4 KiB, after comments."""
+
+    def __init__(self, data: Bytes) -> None:
+        start = bytes(data[:_PNM_START])
+        found = _PNM.match(start)
+        if found is None:
+            raise DecodeError("PNM: no size in its first 4 KiB")
+        kind, width, height = map(int, found.groups())
+        self.most, self._is_plain = 255, kind < 4
+        if kind not in (1, 4):
+            most = _LEVELS.match(start, found.end())
+            if most is None or not 0 < int(most[1]) < 2**16:
+                raise DecodeError("PNM: no highest level of 1 to 65535 in its first 4 KiB")
+            self.most = int(most[1])
+        super().__init__("pnm", width, height, 3 if kind in (3, 6) else 1, 16)
+
+    def levels(self) -> np.ndarray | None:
+        """Round to 0..255 as Pillow does, since OpenCV leaves levels as they are; the upper 8 bits of gray of 16."""
+        if self.most == 255:
+            return None
+        return _pnm_levels(self.most, is_gray=self.channels == 1, is_plain=self._is_plain)
+
+
+@lru_cache(16)
+def _pnm_levels(most: int, is_gray: bool, is_plain: bool) -> np.ndarray:
+    if most > 255 and is_gray:
+        return np.array([min(65535, round(level / most * 65535)) >> 8 for level in range(2**16)], np.uint8)
+    rounded = np.array(
+        [min(255, round(level / most * 255)) for level in range(2**16 if most > 255 else 2**8)], np.uint8
+    )
+    if most < 255 and is_plain:
+        # OpenCV has scaled these, but cuts fractions off; no two levels became one.
+        scaled = np.zeros(256, np.uint8)
+        scaled[[level * 255 // most for level in range(most + 1)]] = rounded[: most + 1]
+        return scaled
+    return rounded
 
 
 # -- PNG (specification, third edition) ------------------------------------------------------------------------------
@@ -206,6 +300,10 @@ NOTE: libpng inflates all of them, also those after the last row.
 _DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 _ANIMATED = {b"acTL", b"fcTL", b"fdAT"}
 _COMPRESSED = {b"iCCP", b"zTXt", b"iTXt"}
+_TEXTS = {b"tEXt", b"zTXt", b"iTXt"}
+_XMP, _RAW_EXIF = b"XML:com.adobe.xmp", b"Raw profile type exif"  # names of texts
+_LONGEST_NAME = 80
+_LONGEST_TEXT = 2**20
 _CRITICAL = {b"PLTE", b"IEND"}
 _CHUNK = struct.Struct(">I4s")
 _IHDR = struct.Struct(">I4sIIBBBBB")
@@ -230,6 +328,7 @@ class PngHeader(ImageHeader):
             )
         super().__init__("png", width, height, CHANNELS[color], bits)
         self._texts: list[Span] = []
+        self._named: dict[bytes, tuple[bytes, Span]] = {}  # texts with metadata: their kind, and their content
 
     def check(self, data: Bytes, max_pixels: int) -> None:
         """Raise ``DecodeError`` for an animated file, or one with more image data than its size needs."""
@@ -243,7 +342,17 @@ class PngHeader(ImageHeader):
             length, kind = _CHUNK.unpack_from(data, position)
             if start + length + 4 > size and kind != b"IEND":
                 # NOTE: OpenCV from 4.12 on allocates the declared length, up to 4 GiB, before it reads the bytes.
-                raise DecodeError(f"PNG: cut off in a chunk {kind!r} of {length} bytes")
+                if length >= 2**31 or (kind != b"IDAT" and not image):
+                    raise DecodeError(f"PNG: cut off in a chunk {kind!r} of {length} bytes")
+                self.by_pillow = True  # all rows may be there
+                if kind == b"IDAT":
+                    image.append((start, size))
+                break
+            if kind == b"eXIf":
+                self.exif = [(start, start + length)]
+            elif kind in _TEXTS:
+                name = bytes(data[start : start + _LONGEST_NAME]).partition(b"\0")[0]
+                self._named[name] = kind, (start + len(name) + 1, start + length)
             if kind == b"IDAT":
                 image.append((start, start + length))
             elif kind in _COMPRESSED:
@@ -265,6 +374,34 @@ class PngHeader(ImageHeader):
             shown = f"{self.width}x{self.height} pixels of {self.channels}x{self.bits} bits"
             raise DecodeError(f"PNG: its image data grow to more than {shown}")
 
+    def orientation(self, data: Bytes) -> int:
+        """The orientation in its chunk ``eXIf``, else in a text with EXIF as ImageMagick writes it, else in XMP."""
+        exif = b"".join([bytes(data[start:end]) for start, end in self.exif])
+        if not self.exif and _RAW_EXIF in self._named:
+            exif = _unhex(self._text(data, _RAW_EXIF))
+        return orientation(exif, self._text(data, _XMP)) if exif or _XMP in self._named else 1
+
+    def _text(self, data: Bytes, name: bytes) -> bytes:
+        """The text of that name; empty without one, if it is damaged, and if it is longer than a mebibyte."""
+        if name not in self._named:
+            return b""
+        kind, (start, end) = self._named[name]
+        content = bytes(data[start:end])
+        is_compressed = kind == b"zTXt"
+        if kind == b"iTXt":
+            is_compressed = content[:1] == b"\1"
+            content = content[2:].split(b"\0", 2)[-1]  # after a language, and the name in it
+        elif is_compressed:
+            content = content[1:]
+        if not is_compressed:
+            return content
+        inflater = zlib.decompressobj()
+        try:
+            text = inflater.decompress(content, _LONGEST_TEXT)
+        except zlib.error:
+            return b""
+        return b"" if inflater.unconsumed_tail else text
+
     def without_texts(self, data: Bytes) -> Bytes:
         """The file without the chunks that libpng inflates and OpenCV does not use.
 
@@ -275,6 +412,14 @@ class PngHeader(ImageHeader):
             return data
         edges = [0, *(edge for span in self._texts for edge in span), len(data)]
         return b"".join([data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)])
+
+
+def _unhex(text: bytes) -> bytes:
+    """EXIF from hexadecimal digits after three lines; empty for anything else."""
+    try:
+        return bytes.fromhex(b"".join(text.split(b"\n")[3:]).decode("ascii"))
+    except ValueError:
+        return b""
 
 
 def _grows_beyond(data: Bytes, spans: Sequence[Span], limit: int) -> bool:

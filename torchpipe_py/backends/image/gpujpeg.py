@@ -165,7 +165,7 @@ class _Jpeg(NamedTuple):
 class DecodeTensor(ItemBackend):
     """JPEG bytes to a Tensor 1×3×H×W, ``uint8``, on the GPU by nvJPEG; a batch is decoded in one call.
 
-    Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
+    Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``DecodeMat`` does. Anything else
     (another format, CMYK, progressive with restart markers or more than 32 scans, more pixels than ``max_pixels``,
     cut-off or corrupt bytes): no ``result``, ``error`` is a ``DecodeError``; a next node with ``filter = "or"`` can
     decode it on the CPU. A Mat of 3 channels, ``uint8``, decoded by a node before, is copied to the GPU.

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from torchpipe_py.backends.image.formats import TIFF_ORDERS, Bytes, ImageHeader, tiff_entries
+from torchpipe_py.backends.image.formats import Bytes, ImageHeader
 from torchpipe_py.errors import BackendUnavailable, DecodeError
 
 MAX_SCANS = 32
@@ -20,8 +20,8 @@ MAX_SEGMENTS = 2048
 """Maximum segments before the image data. A colour profile of 16 MB takes 255."""
 
 PROGRESSIVE = 0xC2
-ORIENTATION = 0x0112  # the EXIF tag
 
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _EOI, _SOS, _APP1, _APP14 = 0xD9, 0xDA, 0xE1, 0xEE
 _FRAMES = {
     0xC0: "",
@@ -66,7 +66,6 @@ class JpegHeader(ImageHeader):
         super().__init__("jpeg", 0, 0)
         self.frame, self.transform = 0, 1
         self.is_tight, self.scans = True, 1
-        self._exif = 0, 0
         try:
             self._read(data)
         except (IndexError, struct.error):
@@ -96,13 +95,17 @@ class JpegHeader(ImageHeader):
             if marker == _APP14:
                 if data[position + 4 : position + 9] == b"Adobe":
                     self.transform = data[position + 15]
-            elif marker == _APP1 and data[position + 4 : position + 10] == b"Exif\0\0":
-                self._exif = position + 10, position + 2 + length
+            elif marker == _APP1:
+                if data[position + 4 : position + 10] == _EXIF:
+                    self.exif.append((position + 10, position + 2 + length))  # a long one takes several segments
+                elif data[position + 4 : position + 33] == _XMP:
+                    self.xmp = [(position + 33, position + 2 + length)]
             position += 2 + length
         else:
             raise DecodeError(f"JPEG: more than {MAX_SEGMENTS} segments before the image data")
         if not self.frame:
             raise DecodeError("JPEG: no frame header before the image data")
+        self.by_pillow = self.channels == 4  # CMYK becomes RGB by other formulas in OpenCV
         self.data_start = position + 2 + length
         self._first = first  # components in the first scan
 
@@ -128,10 +131,18 @@ class JpegHeader(ImageHeader):
     @property
     def memory(self) -> int:
         """Bytes that decoding to three channels of 8 bits takes at the most; known after ``check``."""
-        # Several passes need all coefficients, of 16 bits.
+        # Several passes need all coefficients, of 16 bits; Pillow stores CMYK besides.
         # NOTE: with one pass, cv2.imdecode holds the pixels twice at its end, since it copies them into an array.
         has_passes = self.scans > 1 or self.frame == PROGRESSIVE
-        return self.width * self.height * (max(6, 3 + 2 * self.channels) if has_passes else 6)
+        stored = 4 if self.channels == 4 else 3
+        return self.width * self.height * (max(6, stored + 2 * self.channels) if has_passes else 3 + stored)
+
+    def without_texts(self, data: Bytes) -> Bytes:
+        """The file without EXIF if Pillow decodes it, which would read the resolution there and warn about damage."""
+        if not self.by_pillow or not self.exif:
+            return data
+        edges = [0, *(edge for start, end in self.exif for edge in (start - 10, end)), len(data)]
+        return b"".join([data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)])
 
     def check(self, data: Bytes, max_pixels: int) -> None:
         """Raise ``DecodeError`` for too many scans, each of which is a pass over all pixels."""
@@ -143,20 +154,6 @@ class JpegHeader(ImageHeader):
         if scans > 1 and scans * self.width * self.height > MAX_PASSES * max_pixels:
             work = f"{scans} scans of {self.width}x{self.height} pixels"
             raise DecodeError(f"a JPEG of {work}, together more than {MAX_PASSES} times max_pixels = {max_pixels}")
-
-    def orientation(self, data: Bytes) -> int:
-        """The EXIF orientation 1..8; 1, as stored, if it is missing or invalid."""
-        start, end = self._exif
-        segment = bytes(data[start:end])
-        order = TIFF_ORDERS.get(segment[:4], "")
-        try:
-            for tag, kind, values, place in tiff_entries(segment, order) if order else ():
-                if tag == ORIENTATION:
-                    (value,) = struct.unpack_from(order + {3: "H", 4: "I"}[kind], segment, place)
-                    return value if values == 1 and 1 <= value <= 8 else 1
-        except (struct.error, KeyError):
-            pass  # as in OpenCV: damaged metadata do not spoil the image
-        return 1
 
 
 def count_scans(data: Bytes, position: int) -> int:

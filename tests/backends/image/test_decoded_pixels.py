@@ -1,0 +1,281 @@
+"""A table of decoders, formats and metadata: the pixels of all are those of Pillow, upright, in RGB."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from kit.oriented import scene, with_metadata
+from kit.pictures import IEND, png_of
+from PIL import Image, ImageOps
+
+from torchpipe_py import DecodeError, pipe
+from torchpipe_py.backends.image.decode import HeaderCheck
+from torchpipe_py.backends.image.gpujpeg import oriented, read_header
+from torchpipe_py.training.samples import decode_rgb
+
+FORMATS = "jpeg, png, webp, bmp, gif, tiff, pnm"
+
+SCENE = scene()
+HEIGHT, WIDTH = SCENE.shape[:2]
+RGB = Image.fromarray(SCENE)
+GRAY = RGB.convert("L")
+ALPHA = Image.merge("RGBA", (*RGB.split(), GRAY))
+PALETTE = RGB.quantize(16)
+DEEP = SCENE.astype(np.uint16) * 251 + 97
+RANDOM = np.random.default_rng(0)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def bmp(bits: int, compression: int = 0, masks: tuple[int, ...] = (), header: int = 40) -> bytes:
+    """Random pixels with masks in the header, or behind a short one."""
+    pixels = RANDOM.integers(0, 256, (HEIGHT, (WIDTH * bits + 31) // 32 * 4), np.uint8).tobytes()
+    packed = struct.pack(f"<{len(masks)}I", *masks)
+    info = struct.pack("<IiiHHIIiiII", header, WIDTH, HEIGHT, 1, bits, compression, len(pixels), 0, 0, 0, 0) + packed
+    info = info.ljust(header, b"\0")
+    start = 14 + len(info)
+    return b"BM" + struct.pack("<IHHI", start + len(pixels), 0, 0, start) + info + pixels
+
+
+def pnm(kind: int, most: int) -> bytes:
+    """Random levels, some of which are too high."""
+    channels, size = 3 if kind in (3, 6) else 1, 2 if most > 255 else 1
+    levels = RANDOM.integers(0, min(most * 9 // 8 + 2, 256**size), (HEIGHT, WIDTH, channels))
+    start = b"P%d # text\n%d %d\n#\n%d\n" % (kind, WIDTH, HEIGHT, most)
+    if kind > 3:
+        return start + levels.astype(">u2" if size == 2 else "u1").tobytes()
+    return start + b" ".join(b"%d" % min(level, most) for level in levels.ravel()) + b"\n"
+
+
+def cmyk(transform: int | None) -> bytes:
+    """A JPEG of four components: as Adobe's programs write it, or without their segment."""
+    data = saved(RGB.convert("CMYK"), "JPEG", quality=95)
+    at = data.index(b"Adobe")
+    if transform is None:
+        return data[: at - 4] + data[at + 12 :]
+    return data[: at + 11] + bytes([transform]) + data[at + 12 :]
+
+
+def interlaced() -> bytes:
+    passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+    parts = [SCENE[top::down, left::right] for left, top, right, down in passes]
+    rows = b"".join(b"\0" + row.tobytes() for part in parts for row in part)
+    header = struct.pack(">IIBBBBB", WIDTH, HEIGHT, 8, 2, 0, 0, 1)
+    return png_of([(b"IHDR", header), (b"IDAT", zlib.compress(rows)), IEND])
+
+
+def damaged() -> dict[str, bytes]:
+    """PNGs of which Pillow reads most."""
+    data = saved(RGB, "PNG")
+    at = data.index(b"IDAT")
+    return {
+        "no end": data[:-12],
+        "half an end": data[:-6],
+        **{f"{cut} bytes short": data[:-cut] for cut in (1, 13, 16, 20, 30, 400)},
+        "a wrong checksum": data[:-13] + bytes([data[-13] ^ 255]) + data[-12:],
+        "a wrong checksum of its end": data[:-1] + b"\0",
+        "a wrong checksum of the zlib stream": data[:-17] + bytes([data[-17] ^ 255]) + data[-16:],
+        "damaged pixels": data[: at + 300] + bytes(40) + data[at + 340 :],
+        "bytes after the end": data + b"text" * 99,
+    }
+
+
+FILES: dict[str, bytes] = {
+    "jpeg": saved(RGB, "JPEG", quality=95, subsampling=0),
+    "jpeg 4:2:0": saved(RGB, "JPEG", quality=90, subsampling=2),
+    "jpeg 4:2:2": saved(RGB, "JPEG", quality=90, subsampling=1),
+    "jpeg progressive": saved(RGB, "JPEG", progressive=True),
+    "jpeg gray": saved(GRAY, "JPEG"),
+    "jpeg rgb": saved(RGB, "JPEG", keep_rgb=True),
+    "jpeg restart": saved(RGB, "JPEG", restart_marker_blocks=2),
+    "jpeg cmyk": cmyk(0),
+    "jpeg ycck": cmyk(2),
+    "jpeg cmyk without Adobe": cmyk(None),
+    "png": saved(RGB, "PNG"),
+    "png gray": saved(GRAY, "PNG"),
+    "png 1 bit": saved(GRAY.convert("1"), "PNG"),
+    "png gray and alpha": saved(Image.merge("LA", (GRAY, GRAY.rotate(180))), "PNG"),
+    "png alpha": saved(ALPHA, "PNG"),
+    "png palette": saved(PALETTE, "PNG"),
+    "png palette, transparent": saved(PALETTE, "PNG", transparency=bytes(range(0, 160, 10))),
+    "png gray, transparent": saved(GRAY, "PNG", transparency=100),
+    "png transparent": saved(RGB, "PNG", transparency=tuple(map(int, SCENE[0, 0]))),
+    "png 16 bits": cv2.imencode(".png", DEEP)[1].tobytes(),
+    "png alpha, 16 bits": cv2.imencode(".png", np.dstack([DEEP, DEEP[:, :, :1]]))[1].tobytes(),
+    "png gray, 16 bits": cv2.imencode(".png", DEEP[:, :, 0])[1].tobytes(),
+    "png interlaced": interlaced(),
+    **{f"png, {name}": data for name, data in damaged().items()},
+    "webp": saved(RGB, "WEBP", quality=80),
+    "webp lossless": saved(RGB, "WEBP", lossless=True),
+    "webp alpha": saved(ALPHA, "WEBP", lossless=True, exact=True),
+    "webp alpha, lossy": saved(ALPHA, "WEBP", quality=80, exact=True),
+    "bmp": saved(RGB, "BMP"),
+    "bmp gray": saved(GRAY, "BMP"),
+    "bmp palette": saved(PALETTE, "BMP"),
+    "bmp 1 bit": saved(GRAY.convert("1"), "BMP"),
+    "bmp alpha": saved(ALPHA, "BMP"),
+    "bmp 5-5-5": bmp(16),
+    "bmp 32 bits": bmp(32),
+    **{
+        f"bmp {name}, header of {header}": bmp(bits, 3, masks, header)
+        for header in (40, 52, 56, 108, 124)
+        for name, bits, masks in (
+            ("5-6-5", 16, (0xF800, 0x7E0, 0x1F)),
+            ("5-5-5 by masks", 16, (0x7C00, 0x3E0, 0x1F)),
+            ("4-4-4", 16, (0xF00, 0xF0, 0xF)),
+            ("bgrx", 32, (0xFF0000, 0xFF00, 0xFF)),
+            ("xbgr", 32, (0xFF000000, 0xFF0000, 0xFF00)),
+            ("rgbx", 32, (0xFF, 0xFF00, 0xFF0000)),
+            ("bgra", 32, (0xFF0000, 0xFF00, 0xFF, 0xFF000000)),
+            ("rgba", 32, (0xFF, 0xFF00, 0xFF0000, 0xFF000000)),
+            ("10-10-10", 32, (0x3FF00000, 0xFFC00, 0x3FF)),
+        )
+    },
+    "gif": saved(PALETTE, "GIF"),
+    "gif transparent": saved(PALETTE, "GIF", transparency=3),
+    "gif interlaced": saved(PALETTE, "GIF", interlace=1),
+    "gif animated": saved(PALETTE, "GIF", save_all=True, append_images=[PALETTE.rotate(180)]),
+    **{
+        f"tiff {name}, orientation {turn}": saved(image, "TIFF", tiffinfo={274: turn}, compression=packed)
+        for name, image, packed in (
+            ("raw", RGB, None),
+            ("lzw", RGB, "tiff_lzw"),
+            ("jpeg", RGB, "jpeg"),
+            ("gray", GRAY, "tiff_adobe_deflate"),
+            ("fax", GRAY.convert("1"), "group4"),
+            ("palette", PALETTE, None),
+            ("alpha", ALPHA, None),
+            ("gray and alpha", Image.merge("LA", (GRAY, GRAY)), None),
+            ("cmyk", RGB.convert("CMYK"), None),
+            ("ycbcr", RGB.convert("YCbCr"), None),
+            ("gray, 16 bits", Image.fromarray(DEEP[:, :, 0]), None),
+        )
+        for turn in (1, 2, 3, 4, 5, 6, 7, 8)
+    },
+    "tiff of two pages": saved(RGB, "TIFF", save_all=True, append_images=[RGB.rotate(180)]),
+    "tiff 16 bits": cv2.imencode(".tiff", DEEP)[1].tobytes(),
+    **{f"pnm P{kind}, {most}": pnm(kind, most) for kind in (2, 3, 5, 6) for most in (1, 7, 100, 254, 255, 1000, 65535)},
+    "pnm P4": saved(GRAY.convert("1"), "PPM"),
+}
+
+
+def wanted(data: bytes) -> np.ndarray | None:
+    """Pillow's pixels, as stored if it raises for the metadata; ``None`` if it does not read the file.
+
+    Of gray of 16 bits, which Pillow clips at 255, the upper 8 bits (docs/training.md).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # damaged metadata
+        try:
+            image = Image.open(io.BytesIO(data))
+            image.load()
+        except (OSError, ValueError):
+            return None
+        try:
+            image = ImageOps.exif_transpose(image)
+        except SyntaxError:
+            pass
+        if image.mode in ("I", "I;16", "I;16B"):
+            return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+        return np.asarray(image.convert("RGB"))
+
+
+WITH_ALL_METADATA = "jpeg", "jpeg gray", "jpeg cmyk", "png", "png palette", "png gray, 16 bits", "webp", "webp alpha"
+
+CASES = {
+    name: {
+        metadata: file
+        for metadata, file in with_metadata(name.split()[0], data).items()
+        if name in WITH_ALL_METADATA or metadata in ("none", "exif, orientation 6", "xmp 3", "sRGB")
+    }
+    for name, data in FILES.items()
+}
+
+
+Decode = Callable[[bytes], np.ndarray]
+"""RGB, or ``DecodeError``."""
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[dict[str, Decode]]:
+    with ExitStack() as stack:
+
+        def piped(**config: object) -> Decode:
+            run = stack.enter_context(pipe({"backend": "DecodeMat", "formats": FORMATS, "instance_num": 1, **config}))
+
+            def decode(data: bytes) -> np.ndarray:
+                item = run({"data": data})
+                if "error" in item:
+                    raise item["error"]
+                return item["result"]
+
+            return decode
+
+        bgr = piped(color="bgr")
+        yield {
+            "rgb": piped(color="rgb"),
+            "bgr": lambda data: bgr(data)[:, :, ::-1],
+            "gray": piped(color="gray"),
+            "isolated": piped(color="rgb", decode_isolation="process"),
+            "training": lambda data: np.asarray(decode_rgb(data)),
+            "gpu": gpu,
+        }
+
+
+def gpu(data: bytes) -> np.ndarray:
+    """The pixels as stored, turned as a GPU's are, by what the GPU's header reader says."""
+    header = read_header(data, HeaderCheck(("jpeg",)))
+    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+    stored = torch.from_numpy(cv2.imdecode(np.frombuffer(data, np.uint8), flags)).permute(2, 0, 1)
+    return oriented(stored, header.orientation(data)).permute(1, 2, 0).numpy()
+
+
+def decodes(decoder: str, name: str) -> bool:
+    """Whether a decoder takes such files."""
+    if decoder == "gpu":
+        return name.startswith("jpeg") and not {"cmyk", "ycck", "rgb"} & set(name.split())
+    return decoder != "training" or name.split()[0] not in ("gif", "tiff", "pnm")
+
+
+DECODERS = "rgb", "bgr", "gray", "isolated", "training", "gpu"
+CELLS = [(decoder, name) for name in FILES for decoder in DECODERS if decodes(decoder, name)]
+
+
+@pytest.mark.parametrize(("decoder", "name"), CELLS)
+def test_every_decoder_gives_pillows_pixels(decoders: dict[str, Decode], decoder: str, name: str) -> None:
+    wrong = []
+    for metadata, data in CASES[name].items():
+        expected = wanted(data)
+        try:
+            pixels = decoders[decoder](data)
+        except DecodeError as error:
+            if expected is not None:
+                wrong.append(f"{metadata}: {error}")
+            continue
+        if expected is None:
+            wrong.append(f"{metadata}: decoded, but Pillow refuses it")
+            continue
+        if decoder == "gray":
+            expected = cv2.cvtColor(np.ascontiguousarray(expected), cv2.COLOR_RGB2GRAY)[:, :, None]
+        if pixels.shape != expected.shape:
+            wrong.append(f"{metadata}: {pixels.shape}, not {expected.shape}")
+        elif not np.array_equal(pixels, expected):
+            wrong.append(f"{metadata}: {np.abs(pixels.astype(int) - expected).max()} levels")
+    assert wrong == []
+
+
+def test_table_has_two_thousand_cells() -> None:
+    assert sum(len(CASES[name]) for _, name in CELLS) > 2000
