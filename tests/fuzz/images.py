@@ -34,7 +34,7 @@ from torchpipe_py.cores import usable_cores
 SEEDS = Path(__file__).parent / "seeds" / "images"
 MAX_PIXELS = 2**18  # of an image, so that what is slow or large is so without reason
 SLOW, HANGS, GROWTH = 0.05, 60, 32 * 1024  # seconds of CPU, seconds without progress, KiB
-FORMATS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm")
+FORMATS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm", "avif")
 DECODERS = {
     "opencv": {"backend": "DecodeMat"},
     "every-format": {"backend": "DecodeMat", "formats": FORMATS},
@@ -77,6 +77,8 @@ def bases() -> list[bytes]:
         *(saved("GIF", mode=mode) for mode in ("RGB", "L")),
         *(saved("TIFF", compression=kind) for kind in ("raw", "tiff_deflate", "tiff_lzw", "packbits", "jpeg")),
         *(saved("PPM", mode=mode) for mode in ("RGB", "L", "1")),
+        b"P6 4 4 100\n" + bytes(range(48)),
+        *(saved("AVIF", mode=mode) for mode in ("RGB", "RGBA")),
     ]
     return images + [path.read_bytes() for path in sorted(SEEDS.iterdir())]
 

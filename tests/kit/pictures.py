@@ -90,6 +90,19 @@ def tiff(tags: Iterable[tuple[int, int, int, int]]) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(struct.pack("<HHII", *tag) for tag in entries)
 
 
+def heif(sizes: list[tuple[int, int]], primary: int, brand: bytes = b"heic") -> bytes:
+    """The boxes of a HEIC or AVIF with these sizes as its properties; the primary image has that one, from 1."""
+
+    def box(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I4s", 8 + len(content), kind) + content
+
+    properties = b"".join(box(b"ispe", bytes(4) + struct.pack(">II", *size)) for size in sizes)
+    of_primary = bytes(4) + struct.pack(">IHBB", 1, 7, 1, 0x80 | primary)
+    tables = box(b"iprp", box(b"ipco", properties) + box(b"ipma", of_primary))
+    start = box(b"ftyp", brand + bytes(4) + b"mif1" + (brand if brand != b"msf1" else b"heic"))
+    return start + box(b"meta", bytes(4) + box(b"pitm", bytes(4) + struct.pack(">H", 7)) + tables)
+
+
 def jpeg_segment(marker: int, content: bytes) -> bytes:
     return bytes([0xFF, marker]) + (len(content) + 2).to_bytes(2, "big") + content
 

@@ -22,6 +22,7 @@ from kit.pictures import (
     bmp,
     canvas,
     gif,
+    heif,
     idat,
     ihdr,
     jpeg_segment,
@@ -41,7 +42,7 @@ from torchpipe_py.backends.image.decode import HeaderCheck, declared_size, to_fo
 from torchpipe_py.backends.image.geometry import MAX_PIXELS
 from torchpipe_py.backends.image.jpeg import MAX_PASSES, MAX_SCANS
 
-EVERY = HeaderCheck(("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm"))
+EVERY = HeaderCheck(("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm", "heic", "avif"))
 
 JPEG, PROGRESSIVE = saved("JPEG"), saved("JPEG", progressive=True)
 LOSSY, LOSSLESS = saved("WEBP"), saved("WEBP", lossless=True)
@@ -85,6 +86,8 @@ GOOD = {
     "deflated tiff": saved("TIFF", compression="tiff_deflate"),
     "ppm": saved("PPM"),
     "pgm": saved("PPM", mode="L"),
+    "avif": saved("AVIF"),
+    "alpha avif": saved("AVIF", mode="RGBA"),
 }
 
 
@@ -99,7 +102,7 @@ def test_header_size_equals_decoded_size(name: str) -> None:
         assert size is not None
         assert (size.height, size.width) == (24, 32)
     mat = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
-    assert mat is not None or "gif" in name  # which OpenCV 4.10 does not know
+    assert mat is not None or "gif" in name or "avif" in name  # which older versions of OpenCV do not know
     assert mat is None or mat.shape == (24, 32, 3)
 
 
@@ -140,7 +143,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "JSON": (b'{"inputs": {}}', "it looks like JSON, which over HTTP needs the header Content-Type: application/json"),
     "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "not a JPEG"),
     "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "not a JPEG"),
-    "heic": (b"\0\0\0\x18ftypheic" + bytes(99), "it looks like HEIC, AVIF or a video, which cannot be read"),
+    "video": (b"\0\0\0\x18ftypisom" + bytes(99), "it looks like a video, which cannot be read as an image"),
     # JPEG
     "jpeg, large": (frame(JPEG, size=(32767, 32767)), "a JPEG of 32767x32767 pixels, more than max_pixels = 67108864"),
     "jpeg, progressive, large": (frame(PROGRESSIVE, 0xC2, (65535, 65535)), "a JPEG of 65535x65535 pixels"),
@@ -211,6 +214,17 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "tiff, channels": (tiff([*TAGS, (277, 3, 1, 65535)]), "65535 channels"),
     "tiff, bits": (tiff([*TAGS, (258, 3, 1, 128)]), "128 bits"),
     "tiff, cut off": (tiff(TAGS)[:20], "cut off in its header"),
+    "pnm, no level": (b"P5\n3 3\n0\n" + bytes(16), "no highest level of 1 to 65535"),
+    "heic, large": (heif([(512, 512), (32767, 32767)], 2), "a HEIC of 32767x32767 pixels, more than max_pixels"),
+    "heic, a large tile": (heif([(512, 512), (32767, 32767)], 1), "an image of 32767x32767 pixels in it"),
+    "heic, no width": (heif([(0, 512)], 1), "a HEIC of 0x512 pixels"),
+    "heic, no size": (heif([(8, 8)], 2), "the primary image has no size"),
+    "heic, no description": (heif([], 1)[:24], "no box 'meta'"),
+    "heic, a sequence": (heif([(8, 8)], 1, b"msf1"), "HEIC: sequences of images are not read"),
+    "heic, a box too long": (heif([(8, 8)], 1)[:24] + b"\0\0\2\0meta", "a box b'meta' of 512 bytes at byte 24"),
+    "heic, a box too short": (heif([(8, 8)], 1)[:24] + b"\0\0\0\2meta", "a box b'meta' of 2 bytes at byte 24"),
+    "avif, large": (heif([(32767, 32767)], 1, b"avif"), "an AVIF of 32767x32767 pixels, more than max_pixels"),
+    "avif, a sequence": (heif([(8, 8)], 1, b"avis"), "AVIF: sequences of images are not read"),
     "pnm, large": (b"P5\n32767 32767\n255\n" + bytes(16), "a PNM of 32767x32767 pixels"),
     "pnm, a sign after a number": (b"P6\n32#24\n255 255\n" + bytes(99), "no size in its first 4 KiB"),
     "pnm, no size": (b"P5" + b" " * 5000 + b"3 3 255\n", "no size in its first 4 KiB"),
@@ -310,7 +324,7 @@ def test_eight_megabytes_cost_bounded_time(data: bytes) -> None:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-BY_PILLOW = "cmyk jpeg", "gif", "tiff", "deflated tiff"
+BY_PILLOW = "cmyk jpeg", "gif", "tiff", "deflated tiff", "avif", "alpha avif"
 
 DECODED = {
     **{name: data for name, data in GOOD.items() if name not in (*BY_PILLOW, "ppm", "pgm")},
@@ -386,6 +400,7 @@ def test_reads_only_listed_formats() -> None:
     ppm = saved("PPM")
     refused = decode(ppm)
     assert refused.keys() == {"data", "error"}
+    assert "looks like AVIF, which DecodeMat reads if its 'formats'" in str(decode(saved("AVIF"))["error"])
     message = "not a JPEG, PNG, WebP or BMP image; it looks like PNM, which DecodeMat reads if its 'formats'"
     assert message in str(refused["error"])
     assert decode(ppm, formats="jpeg, PNM")["result"].shape == (24, 32, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,16 +14,17 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from kit.heic import HEIC
 from kit.oriented import scene, with_metadata
 from kit.pictures import IEND, png_of
 from PIL import Image, ImageOps
 
-from torchpipe_py import DecodeError, pipe
+from torchpipe_py import BackendUnavailable, DecodeError, pipe
 from torchpipe_py.backends.image.decode import HeaderCheck
 from torchpipe_py.backends.image.gpujpeg import oriented, read_header
 from torchpipe_py.training.samples import decode_rgb
 
-FORMATS = "jpeg, png, webp, bmp, gif, tiff, pnm"
+FORMATS = "jpeg, png, webp, bmp, gif, tiff, pnm, avif"
 
 SCENE = scene()
 HEIGHT, WIDTH = SCENE.shape[:2]
@@ -38,6 +40,12 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def turned_exif(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
 
 
 def bmp(bits: int, compression: int = 0, masks: tuple[int, ...] = (), header: int = 40) -> bytes:
@@ -165,6 +173,10 @@ FILES: dict[str, bytes] = {
         )
         for turn in (1, 2, 3, 4, 5, 6, 7, 8)
     },
+    **{f"avif, orientation {turn}": saved(RGB, "AVIF", exif=turned_exif(turn)) for turn in range(1, 9)},
+    "avif 4:4:4": saved(RGB, "AVIF", subsampling="4:4:4"),
+    "avif gray": saved(GRAY, "AVIF"),
+    "avif alpha": saved(ALPHA, "AVIF"),
     "tiff of two pages": saved(RGB, "TIFF", save_all=True, append_images=[RGB.rotate(180)]),
     "tiff 16 bits": cv2.imencode(".tiff", DEEP)[1].tobytes(),
     **{f"pnm P{kind}, {most}": pnm(kind, most) for kind in (2, 3, 5, 6) for most in (1, 7, 100, 254, 255, 1000, 65535)},
@@ -247,7 +259,7 @@ def decodes(decoder: str, name: str) -> bool:
     """Whether a decoder takes such files."""
     if decoder == "gpu":
         return name.startswith("jpeg") and not {"cmyk", "ycck", "rgb"} & set(name.split())
-    return decoder != "training" or name.split()[0] not in ("gif", "tiff", "pnm")
+    return decoder != "training" or name.split()[0].strip(",") in ("jpeg", "png", "webp", "bmp")
 
 
 DECODERS = "rgb", "bgr", "gray", "isolated", "training", "gpu"
@@ -275,6 +287,31 @@ def test_every_decoder_gives_pillows_pixels(decoders: dict[str, Decode], decoder
         elif not np.array_equal(pixels, expected):
             wrong.append(f"{metadata}: {np.abs(pixels.astype(int) - expected).max()} levels")
     assert wrong == []
+
+
+@pytest.mark.parametrize("orientation", HEIC)
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_heic_is_upright(orientation: int, isolation: str) -> None:
+    pytest.importorskip("pi_heif")
+    config = {"backend": "DecodeMat", "formats": "heic", "color": "rgb", "instance_num": 1}
+    with pipe(config | {"decode_isolation": isolation}) as run:
+        pixels = run({"data": HEIC[orientation]})["result"]
+    expected = np.asarray(ImageOps.exif_transpose(as_turned(RGB, orientation)))
+    assert pixels.shape == expected.shape
+    assert np.abs(pixels.astype(int) - expected).mean() < 4  # it is compressed
+
+
+def as_turned(image: Image.Image, orientation: int) -> Image.Image:
+    """The image with an orientation in its EXIF."""
+    return Image.open(io.BytesIO(saved(image, "PNG", exif=turned_exif(orientation))))
+
+
+def test_heic_needs_pi_heif(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pi_heif", None)
+    with pytest.raises(
+        BackendUnavailable, match=r"formats with heic need pi_heif \(pip install 'torchpipe_py\[heif\]'"
+    ):
+        pipe({"backend": "DecodeMat", "formats": "jpeg, heic"})
 
 
 def test_table_has_two_thousand_cells() -> None:

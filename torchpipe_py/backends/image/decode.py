@@ -16,6 +16,7 @@ from torchpipe_py.backends.base import Data, Isolation, ItemBackend
 from torchpipe_py.backends.image import formats, original
 from torchpipe_py.backends.image.formats import Bytes, ImageHeader
 from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
+from torchpipe_py.backends.image.heif import HeifHeader, heif_format
 from torchpipe_py.backends.image.jpeg import JpegHeader
 from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, Recolor, encoded_bytes, to_color
 from torchpipe_py.backends.image.memory import DECODING, SMALL
@@ -44,8 +45,15 @@ _FORMATS: dict[str, tuple[Callable[[Bytes], ImageHeader], tuple[bytes, ...]]] = 
     "gif": (formats.read_gif, (b"GI",)),
     "tiff": (formats.read_tiff, (b"II", b"MM")),
     "pnm": (formats.PnmHeader, tuple(b"P%d" % kind for kind in range(1, 7))),
+    "heic": (HeifHeader, ()),
+    "avif": (HeifHeader, ()),
 }
 _BY_START = {start: name for name, (_, starts) in _FORMATS.items() for start in starts}
+
+
+def _format_of(data: Bytes) -> str | None:
+    """The format of encoded bytes, by their start."""
+    return _BY_START.get(bytes(data[:2])) or heif_format(data)
 
 
 def _shown(name: str) -> str:
@@ -76,14 +84,15 @@ class HeaderCheck:
 
     def __call__(self, data: Bytes) -> ImageHeader:
         """The header, read in time at most linear in the bytes; ``DecodeError``, which names the bound, if refused."""
-        name = _BY_START.get(bytes(data[:2]))
+        name = _format_of(data)
         if name is None or name not in self._formats:
             raise DecodeError(f"{len(data)} bytes: not a {_one_of(self._formats)} image{_hint(data)}")
         try:
             header = _FORMATS[name][0](data)
             if header.width <= 0 or header.height <= 0 or header.width * header.height > self.max_pixels:
                 bound = f", more than max_pixels = {self.max_pixels}" if min(header.width, header.height) > 0 else ""
-                raise DecodeError(f"a {_shown(name)} of {header.width}x{header.height} pixels{bound}")
+                article = "an" if name == "avif" else "a"
+                raise DecodeError(f"{article} {_shown(name)} of {header.width}x{header.height} pixels{bound}")
             header.check(data, self.max_pixels)
         except (struct.error, IndexError):
             raise DecodeError(f"{len(data)} bytes: {_shown(name)}: cut off in its header") from None
@@ -99,7 +108,7 @@ def declared_size(data: object) -> ImageHeader | None:
     """
     if isinstance(data, np.ndarray):
         data = data.data if data.ndim == 1 and data.dtype == np.uint8 else b""
-    if not isinstance(data, (bytes, bytearray, memoryview)) or (name := _BY_START.get(bytes(data[:2]))) is None:
+    if not isinstance(data, (bytes, bytearray, memoryview)) or (name := _format_of(data)) is None:
         return None
     try:
         return _FORMATS[name][0](data)
@@ -109,11 +118,11 @@ def declared_size(data: object) -> ImageHeader | None:
 
 def _hint(data: Bytes) -> str:
     """The probable kind of unsupported bytes, and what to do with them."""
-    known = _BY_START.get(bytes(data[:2]))
+    known = _format_of(data)
     if known:
         return f"; it looks like {_shown(known)}, which DecodeMat reads if its 'formats' include it"
     if bytes(data[4:8]) == b"ftyp":
-        return "; it looks like HEIC, AVIF or a video, which cannot be read; save the image as JPEG"
+        return "; it looks like a video, which cannot be read as an image"
     if bytes(data[:5]).startswith((b"/9j/", b"iVBOR", b"UklGR", b"data:")):  # JPEG, PNG, WebP, and URLs with them
         return '; it looks like base64: decode it first, or send it as JSON, {"inputs": {"data": {"b64": "…"}}}'
     if bytes(data[:1]) == b"{":
@@ -122,7 +131,7 @@ def _hint(data: Bytes) -> str:
 
 
 class MatDecoder:
-    """Decodes image bytes that pass a ``HeaderCheck`` to a Mat H×W×3, or H×W×1 if gray, turned upright.
+    """Decodes image bytes that pass a ``HeaderCheck`` to a Mat H×W×3, or H×W×1 if gray, upright.
 
     Its pixels are those of Pillow's ``ImageOps.exif_transpose(image).convert("RGB")``, and gray is converted from
     them. ``cv2.imdecode`` decodes, and Pillow what OpenCV reads differently or not at all.
@@ -150,7 +159,7 @@ class MatDecoder:
         self._by_pillow = PillowDecoder(formats)
 
     def __call__(self, data: Any) -> Any:
-        """A Mat, of the size in the header or turned by a quarter.
+        """A Mat, of the size in the header or turned by a quarter; HEIC may be cropped.
 
         Raises ``DecodeError`` for bytes that cannot be decoded, ``InvalidRequest`` for a value that is not bytes.
         """
@@ -224,9 +233,9 @@ class DecodeMat(ItemBackend):
     No ``result``, but a ``DecodeError`` as ``error``: bytes that are not an image, a format that is not in
     ``formats``, more pixels than ``max_pixels``, JPEGs of more than 32 scans or of more than 16 × ``max_pixels`` in
     all of them, animated PNG and WebP. All this is read from the header, before OpenCV sees the image. A process uses
-    at most twelve bytes for each of ``max_pixels`` to decode at a time; the next image waits. An image of more than a
-    quarter of ``max_pixels`` does not delay smaller ones if its node takes one request at a time and has two or more
-    instances.
+    at most twelve bytes for each of ``max_pixels`` to decode at a time (18 with HEIC or AVIF); the next image waits.
+    An image of more than a quarter of ``max_pixels`` does not delay smaller ones if its node takes one request at a
+    time and has two or more instances. The format ``heic`` needs pi-heif, ``avif`` Pillow 11.3.
     A decoded image, H×W×3 ``uint8`` in the order of its ``color`` (a frame of a video), is passed on.
     """
 
@@ -237,7 +246,7 @@ class DecodeMat(ItemBackend):
     keeps_nothing = True
 
     color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
-    formats = Param(to_formats, FORMATS, doc="formats to read, of jpeg, png, webp, bmp, gif, tiff, pnm")
+    formats = Param(to_formats, FORMATS, doc="formats to read, of jpeg, png, webp, bmp, gif, tiff, pnm, heic, avif")
     max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:
