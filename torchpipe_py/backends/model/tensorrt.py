@@ -94,7 +94,8 @@ class TensorrtTensor(ModelBackend):
                 f"the lean runtime of TensorRT {self._trt.__version__} runs version-compatible engines only; install "
                 "TensorRT, or set version_compatible = true where the engine is built and here"
             )
-        key = ("engine", str(self.guard.device), *self.params.items())
+        own = {name: value for name, value in self.params.items() if name != "postprocessor_params"}  # a dict
+        key = ("engine", str(self.guard.device), *own.items())
         self._engine = self.config.shared.get(key, self._load)
         self._read_engine()
         self._contexts: dict[tuple[tuple[int, ...], ...], Any] = {}
