@@ -284,7 +284,7 @@ def test_error_names_what_tensorrt_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"max": "4x3x9x9", "min": "1x3x9x9"}, "input 'input' is \\?x3x8x8, min and max say 1x3x9x9"),
+        ({"max": "4x3x9x9", "min": "1x3x9x9"}, "input 'input' is \\?x3x8x8, min sets 1x3x9x9"),
         ({"device_id": 64}, "device_id = 64: there are"),
     ],
 )
