@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -65,6 +66,9 @@ class ReadBatches:
         The handler does nothing; an ignored signal would be inherited by programs that the worker starts.
         """
         signal.signal(signal.SIGINT, lambda *_: None)
+        # NOTE: a forked worker must not collect what was garbage of the training: freeing a Tensor on a GPU aborts it.
+        gc.freeze()
+        gc.enable()
         self._statistics = LoaderStatistics()
         if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
             del os.environ["PYTHONSAFEPATH"]  # not meant for programs that a transform starts
@@ -201,7 +205,7 @@ class BatchReader:
         if workers:
             # NOTE: on the main thread PyTorch installs a signal handler that raises at any place in that thread when a
             # worker dies; without it the reading thread notices within five seconds.
-            with _safe_path() if start_method else nullcontext():
+            with _no_collection(), _safe_path() if start_method else nullcontext():
                 _run_aside(lambda: iter(self._loader))
             # Enlarge the workers' pipe: each 64 KiB (the Linux default) would cost a system call and the GIL.
             with suppress(AttributeError, OSError):
@@ -294,6 +298,18 @@ def _safe_path() -> Iterator[None]:
     finally:
         if not is_set:
             del os.environ["PYTHONSAFEPATH"]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A context without garbage collections, in processes that are forked in it too, until they enable them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _end_of_a_worker(error: Exception) -> str:
