@@ -94,6 +94,21 @@ def test_a_detectors_boxes_are_those_of_the_picture(folder: Path, capsys: Any) -
     assert data["result"].labels == ["dog", "car"]
 
 
+def test_a_detector_whose_file_leaves_all_sizes_open_is_served(folder: Path, capsys: Any) -> None:
+    graph, output = Graph(), np.zeros((1, 7, 84), np.float32)
+    output[0, :7, 5] = [20, 32, 24, 16, 0, 0, 0.9]
+    graph.rows("images", output, "output0")
+    names = {"task": "detect", "names": "{0: 'person', 1: 'car', 2: 'dog'}", "imgsz": "[64, 64]"}
+    outputs = {"output0": (FLOAT, ["batch", "rows", "anchors"])}
+    graph.save(folder / "yolo.onnx", {"images": (FLOAT, ["batch", 3, "height", "width"])}, outputs, names)
+    exported(capsys, "yolo.onnx")
+    assert model_of("yolo.toml")["max"] == "8x3x64x64"
+    assert main(["check", "yolo.toml"]) == 0
+    with pipe("yolo.toml") as run:
+        run(data := {"data": jpeg()})
+    assert data["result"].labels == ["dog"]
+
+
 def test_refers_to_the_file_from_another_folder(folder: Path, capsys: Any, monkeypatch: Any) -> None:
     (folder / "models").mkdir()
     constant_model(folder / "models" / "m.onnx", {"logits": np.ones((1, 10))})

@@ -89,9 +89,15 @@ class Detector(Postprocessor):
     # -- the layout of a model's outputs ------------------------------------------------------------------------------
 
     def fit(self, outputs: Sequence[TensorSpec]) -> None:
-        if outputs and all(output.dims for output in outputs):
+        if not outputs or not all(output.dims for output in outputs):
+            return
+        try:
             self.layout = self.find_layout(outputs)
-            self.output_name = outputs[self.layout.boxes_output].name
+        except ConfigError:
+            if any(None in output.dims[1:] for output in outputs):
+                return  # the first batch has the sizes that the file leaves open, as Ultralytics' dynamic=True does
+            raise
+        self.output_name = outputs[self.layout.boxes_output].name
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
         """The layouts that a model with these outputs may have."""
