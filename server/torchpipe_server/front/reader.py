@@ -17,6 +17,8 @@ SHORT_BYTES = 2**20
 """Longer messages have a thread of their own, so that those of this size wait for others of this size at most."""
 SECONDS_PER_BYTE = 2e-8
 """Expected until a message was read: the time of JSON of small numbers, which take longest."""
+FASTEST = 1e-9
+"""Seconds per byte of base64, which is read fastest."""
 _WEIGHT = 0.5  # of the message that was read last
 
 
@@ -78,7 +80,9 @@ class _Lane:
         start = perf_counter()
         reading.run()
         if not reading.cancelled():
-            self._pace += _WEIGHT * ((perf_counter() - start) / max(1, reading.size) - self._pace)
+            pace = (perf_counter() - start) / max(1, reading.size)
+            # NOTE: a message that is refused or malformed ends early, and says nothing of those that are read whole.
+            self._pace += _WEIGHT * (max(pace, FASTEST) - self._pace)
 
     def _leave(self, reading: Any) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from torchpipe_py import Overloaded
+from torchpipe_py import Overloaded, TorchpipeError
 from torchpipe_py.serving import HttpRequest, QueueTarget, compression, counted, deadline_ms_of, limited_ms
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.connection import CLOSED, Connection
@@ -122,8 +122,8 @@ class Server:
         seconds = now - call.began  # without the wait of a refusal
         self.counters.add(method, outcome, seconds, call.request_id, call.message.model)
         # NOTE: results beside a refusal, as of infer_many, are not an error and do not wait.
-        if isinstance(error, Overloaded):
-            deadline = error.deadline if call.ticket is None else call.ticket.deadline
+        if isinstance(error, TorchpipeError) and error.code == Overloaded.code:  # also one that was restated
+            deadline = getattr(error, "deadline", None) if call.ticket is None else call.ticket.deadline
             wait = self.pacing.delay(connection, now, deadline)
         if wait > 0.0:
             call.settle()

@@ -96,3 +96,18 @@ def test_refuses_nothing_without_a_target(reader: Reader, target: QueueTarget) -
     reader.check(LONG_BYTES)
     held.end.set()
     assert readings[-1].result(WAIT) == "read"
+
+
+def test_messages_that_end_early_leave_an_estimate(reader: Reader, target: QueueTarget) -> None:
+    """Refused and malformed ones are read in no time, whatever their size."""
+    target.set(None)
+    huge = 2**40
+    for _ in range(50):
+        reader.submit(huge, lambda: None).result(WAIT)
+    held = Held()
+    readings = [reader.submit(huge, held) for _ in range(5)]
+    with pytest.raises(Overloaded, match="to be read, and may wait"):
+        reader.check(huge)
+    for reading in readings[1:]:
+        reading.cancel()
+    held.end.set()

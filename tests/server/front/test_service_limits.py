@@ -45,6 +45,7 @@ from torchpipe_server.wire.thrift_reader import ThriftReader
 
 from torchpipe_py import Overloaded
 from torchpipe_py.methods.routes import AnswerStream, Routes, Served, StreamSource, route
+from torchpipe_py.wire.errors import restated
 from torchpipe_py.wire.http import HttpRequest
 
 LIMIT = 2**16
@@ -444,6 +445,17 @@ def test_paced_refusal_keeps_its_turn_and_ends_with_its_client(monkeypatch) -> N
                 client.receive()
         assert client.receive().label == "ring"
         eventually(lambda: server.server.connections == 1)
+
+
+def test_paces_refusals_with_another_text(monkeypatch) -> None:
+    """As over the Open Inference Protocol, where the text may explain ``timeout``."""
+    paced: list[object] = []
+    monkeypatch.setattr(RefusalPacing, "delay", lambda *asked: paced.append(asked) or 0.0)
+    with steered() as server, Client(server.port) as client:
+        Steered.values = {"busy": restated(Overloaded("busy"), "busy for long")}
+        request = IDL.InferRequest(uuid="x", inputs={"data": IDL.Value(bytes=b"error busy")})
+        assert client.error_of("infer", request=request).message == "busy for long"
+    assert len(paced) == 1
 
 
 def test_paced_refusal_releases_its_message_and_delays_no_results(monkeypatch) -> None:
