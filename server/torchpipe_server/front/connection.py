@@ -13,7 +13,7 @@ from typing import Any
 
 from torchpipe_py import DeadlineExceeded, Overloaded
 from torchpipe_py.serving import OK, SMALL_BYTES, HttpRequest, Method, StreamSource, compression, counted
-from torchpipe_server.front.call import UNREAD, Call
+from torchpipe_server.front.call import UNREAD, WAITING, Call
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
@@ -263,7 +263,9 @@ class Connection(asyncio.BufferedProtocol):
         except Exception as error:
             self._refuse_call(call, error)
         else:
-            self._start_inflated(call, method, args, inflater.take())
+            # NOTE: before Python 3.12 `wait_for` loses a cancel that comes as the body is finished.
+            if call.state is WAITING:
+                self._start_inflated(call, method, args, inflater.take())
         call.inflating = None
 
     def _start_inflated(self, call: Call, method: Method, args: HttpRequest, body: bytes) -> None:
