@@ -246,6 +246,8 @@ def test_layout_is_found_by_the_shapes(shapes: Any, layout: str) -> None:
         ("Boxes", [(1, 100, 50), (1, 100, 4)], 'there are no labels: set activation = "softmax" or "sigmoid"'),
         ("YoloBoxes", [(1, 25200, 85)], "YoloBoxes takes an output Nx.* has y0 1x25200x85; pos.*Yolo5"),
         ("YoloBoxes", [], ""),
+        ("YoloBoxes", [(None, None, None)], ""),
+        ("Boxes", [(None, None, None)], ""),
         ("Yolo5Boxes", [(1, 84, 8400)], "Yolo5Boxes takes an output NxAx"),
         ("EndToEndBoxes", [(1, 300, 7)], "EndToEndBoxes takes an output NxKx6"),
         ("DetrBoxes", [(1, 300, 6)], "DetrBoxes takes two outputs"),

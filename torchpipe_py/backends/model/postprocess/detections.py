@@ -47,6 +47,10 @@ MOST_CANDIDATES = 30_000
 """Boxes of an image before non-maximum suppression; of more, those with the best scores."""
 
 
+class AmbiguousLayoutError(ConfigError):
+    """Several layouts fit the outputs of a model."""
+
+
 class Detector(Postprocessor):
     """A built-in postprocessor of a detector: ``Detections`` for each item, on its original image, the best first.
 
@@ -93,8 +97,8 @@ class Detector(Postprocessor):
             return
         try:
             self.layout = self.find_layout(outputs)
-        except ConfigError:
-            if any(None in output.dims[1:] for output in outputs):
+        except ConfigError as error:
+            if not isinstance(error, AmbiguousLayoutError) and any(None in output.dims[1:] for output in outputs):
                 return  # the first batch has the sizes that the file leaves open, as Ultralytics' dynamic=True does
             raise
         self.output_name = outputs[self.layout.boxes_output].name
@@ -121,7 +125,9 @@ class Detector(Postprocessor):
         if len(fitting) > 1:
             names = " or ".join(_NAMES[type(layout)] for layout in fitting)
             shapes = ", ".join(map(str, outputs))
-            raise ConfigError(f"outputs {shapes} can be read in more than one way: name {names} as postprocessor")
+            raise AmbiguousLayoutError(
+                f"outputs {shapes} can be read in more than one way: name {names} as postprocessor"
+            )
         return fitting[0]
 
     def check_labels(self, classes: int | None) -> None:
