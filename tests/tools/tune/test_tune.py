@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from kit.models import one_node
 from kit.services import LIGHT
 from kit.waits import eventually, is_alive
 
@@ -805,7 +806,7 @@ def test_early_death_of_a_process_is_raised(fake: FakeMeasurer) -> None:
         (["ok.toml", "--img_dir", "none"], "--img_dir none: no image in it (looked for .jpg"),
         (["missing.toml", "--img_dir", "bad"], "missing.toml: no such file (working directory: "),
         (["ok.toml", "--img_dir", "bad"], "bad/one.jpg has no result: DecodeError: "),
-        (["fails.toml", "--img_dir", "images"], "fails.toml: node 'n': S[DecodeMat,OnnxTensor]: "),
+        (["fails.toml", "--img_dir", "images"], "fails.toml: node 'n': key 'model': model bad.onnx: not an ONNX"),
         (
             ["lines.toml", "--import", "lines.py", "--img_dir", "images"],
             ".jpg has no result: BackendError: node 'n': TuneLines: ValueError: one",
@@ -968,7 +969,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "two.toml": '[a]\nbackend = "DecodeMat"\n[b]\nbackend = "DecodeMat"\n',
         "bad.onnx": "no model",
         "beside/model.toml": '[n]\nbackend = "OnnxTensor"\nmodel = "own.onnx"\n',
-        "beside/own.onnx": "no model",
         "one.txt": "1.5\n",
         "tiny.txt": "0\n1e-320\n",
         "bad/one.jpg": "no image",
@@ -977,6 +977,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
+    one_node(tmp_path / "beside" / "own.onnx", ["n", 3])
     (tmp_path / "link").hardlink_to(tmp_path / "ok.toml")
     (tmp_path / "images").mkdir()
     for path in sorted(IMAGES.glob("*.jpg"))[:4]:
