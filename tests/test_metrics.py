@@ -67,7 +67,7 @@ def test_stats_have_what_all_instances_counted(restored: Register) -> None:
     def step(own: Measured) -> None:
         own.found.labels("door").inc()
         own.found.labels(camera="yard").inc(2.5)
-        own.level.set(7)
+        own.level.inc(7)
         own.level.dec()
         for value in (0.1, 0.2, 5):
             own.seconds.observe(value)
@@ -79,7 +79,7 @@ def test_stats_have_what_all_instances_counted(restored: Register) -> None:
         "labels": ["camera"],
         "samples": [{"labels": {"camera": "door"}, "value": 2.0}, {"labels": {"camera": "yard"}, "value": 5.0}],
     }
-    assert values(metrics, "level") == {(): 9.0}
+    assert values(metrics, "level") == {(): 15.0}  # the sum, whichever instances ran the steps
     assert metrics["match_seconds"]["bounds"] == [0.1, 1.0]
     assert values(metrics, "match_seconds") == {(): ([2, 2, 2], pytest.approx(10.6))}
 
