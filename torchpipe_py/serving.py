@@ -94,7 +94,7 @@ from torchpipe_py.wire.errors import (
     report,
 )
 from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest, joined_fields
-from torchpipe_py.wire.json_values import json_plain, to_text
+from torchpipe_py.wire.json_values import encode_json, to_text
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 
@@ -181,6 +181,7 @@ __all__ = [
     "describe_ending",
     "describe_error",
     "draw_boxes",
+    "encode_json",
     "engine_part",
     "errors",
     "failure",
@@ -189,7 +190,6 @@ __all__ = [
     "is_long_json",
     "joined_fields",
     "json_answer",
-    "json_plain",
     "keep_freed_memory",
     "limit_threads",
     "limited_ms",

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, report
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+def fast_encoder(slow: Callable[[Any], str]) -> Callable[[Any], bytes]:
+    """msgspec's, where it is installed, which is ten times as fast; else ``slow``, as UTF-8.
+
+    Of NaN it makes ``null``. Either raises ``UnicodeEncodeError`` for half of a surrogate pair.
+    """
+    try:
+        import msgspec
+    except ImportError:
+        return lambda value: slow(value).encode()
+    return msgspec.json.encode
+
 
 STATUSES = {
     "config": 400,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.errors import NoResult
 from torchpipe_py.results import Detections
+from torchpipe_py.wire.answers import fast_encoder
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.values import array_of_texts, check_finite, plain
 
@@ -46,11 +47,12 @@ def to_rows(key: str, found: Detections) -> list[dict[str, Any]]:
 def to_text(key: str, found: Detections, most: Bound | None = None) -> str:
     """The rows as JSON. ``ReplyTooLargeError`` as soon as they are more than ``most``."""
     pieces: list[str] = []
-    size, encode = 0, _encode if found.masks is not None else _fast_encoder()
+    size, encode = 0, fast_encoder(_encode)
     for start in range(0, len(found), _PIECE):
         rows = to_rows(key, found if len(found) <= _PIECE else found[start : start + _PIECE])
         try:
-            pieces.append(encode(rows)[1:-1])
+            text = _encode(rows) if found.masks is not None else encode(rows).decode()
+            pieces.append(text[1:-1])
         except UnicodeEncodeError:  # a label with half of a surrogate pair
             pieces.append(_encode(rows)[1:-1])
         except (TypeError, ValueError) as error:
@@ -144,12 +146,3 @@ def _file_or_json(key: str, mask: Any) -> bytes | str:
 
 
 _encode = json.JSONEncoder(default=plain, ensure_ascii=False, allow_nan=False).encode
-
-
-def _fast_encoder() -> Callable[[list[Any]], str]:
-    """msgspec's, where it is installed; it would write NaN as ``null``."""
-    try:
-        import msgspec
-    except ImportError:
-        return _encode
-    return lambda rows: msgspec.json.encode(rows).decode()

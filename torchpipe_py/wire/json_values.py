@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, islice
 from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.results import Detections
 from torchpipe_py.wire import detections
-from torchpipe_py.wire.answers import utf8_json
+from torchpipe_py.wire.answers import fast_encoder, utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES
 from torchpipe_py.wire.json_reader import Numbers, Turns, read_json
@@ -358,7 +358,7 @@ def _json_of(key: str, value: Any, most: Bound | None) -> str:
 
 def numbers_to_json(array: np.ndarray, most: Bound | None = None, hint: str = "") -> str:
     """The finite numbers of an array as a flat list. ``ReplyTooLargeError`` as soon as there are more than ``most``."""
-    flat, pieces, size, encode = array.ravel(), [], 0, _encoder()
+    flat, pieces, size, encode = array.ravel(), [], 0, fast_encoder(encode_json)
     # In pieces, between which other threads get the GIL.
     for start in range(0, flat.size, _PIECE):
         pieces.append(encode(flat[start : start + _PIECE].tolist())[1:-1])
@@ -368,18 +368,9 @@ def numbers_to_json(array: np.ndarray, most: Bound | None = None, hint: str = ""
     return f"[{b','.join(pieces).decode('ascii')}]"
 
 
-def _encoder() -> Callable[[list[Any]], bytes]:
-    """What writes lists of numbers: msgspec, which is ten times as fast, where it is installed."""
-    try:
-        import msgspec
-    except ImportError:
-        return lambda numbers: _encode(numbers).encode("ascii")
-    return msgspec.json.encode
-
-
 def _json_of_array(key: str, value: Any, most: Bound | None) -> str:
     if is_texts(value):
-        data, dtype = _encode(value.ravel().tolist()), STRING
+        data, dtype = encode_json(value.ravel().tolist()), STRING
     else:
         value = to_array(key, value)
         check_finite(key, value)
@@ -389,7 +380,7 @@ def _json_of_array(key: str, value: Any, most: Bound | None) -> str:
 
 def json_line(members: Mapping[str, str]) -> bytes:
     """The object as a line of JSON; the values are JSON already."""
-    return utf8_json(f"{{{', '.join([f'{_encode(key)}: {text}' for key, text in members.items()])}}}\n")
+    return utf8_json(f"{{{', '.join([f'{encode_json(key)}: {text}' for key, text in members.items()])}}}\n")
 
 
 def label_line(value: tuple[Any, Any]) -> bytes:
@@ -401,7 +392,7 @@ def label_line(value: tuple[Any, Any]) -> bytes:
         raise NoResult("'score' is an integer beyond the numbers of float64") from None
     if not math.isfinite(score):
         return json_line(to_json("result", value))
-    return utf8_json(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')
+    return utf8_json(f'{{"label": {encode_json(label)}, "score": {score!r}}}\n')
 
 
 def to_text(key: str, value: Any, most: Bound | None = None) -> str:
@@ -414,7 +405,7 @@ def to_text(key: str, value: Any, most: Bound | None = None) -> str:
     if isinstance(value, Detections):
         return detections.to_text(key, value, most)
     try:
-        return _encode(value)
+        return encode_json(value)
     except (TypeError, ValueError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 
@@ -426,5 +417,6 @@ def json_plain(value: Any) -> Any:
     return {"b64": base64.b64encode(value).decode()} if isinstance(value, (bytes, bytearray)) else plain(value)
 
 
-_encode = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
+encode_json = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
+"""JSON of a value, with what ``json_plain`` makes of NumPy's and PyTorch's; ``ValueError`` for NaN and infinity."""
 _PIECE = 2**13  # numbers that are encoded without a pause

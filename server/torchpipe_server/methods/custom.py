@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -21,7 +20,7 @@ from torchpipe_py.serving import (
     Method,
     Route,
     answers,
-    json_plain,
+    encode_json,
     nearest,
     reason,
     route,
@@ -201,10 +200,7 @@ def _http_answer(value: Any) -> HttpAnswer:
         return HttpAnswer(200, "application/octet-stream", bytes(value))
     if isinstance(value, str):
         return HttpAnswer(200, "text/plain; charset=utf-8", answers.utf8_text(value))
-    return HttpAnswer(200, JSON, answers.utf8_json(f"{_encode(value)}\n"))
-
-
-_encode = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
+    return HttpAnswer(200, JSON, answers.utf8_json(f"{encode_json(value)}\n"))
 
 
 def _answer(result: type, value: Any) -> Any:
