@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,21 @@ def cuda_device(device_id: int) -> Any:
     if device_id >= count:
         raise ConfigError(f"device_id = {device_id}: there are {count} CUDA devices, counted from 0")
     return torch.device("cuda", device_id)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """A context without garbage collections, in processes that are forked in it too, until they enable them.
+
+    What a collection frees may be CUDA's, on a thread or in a process where that does harm.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # Process-wide, like the devices and PyTorch's memory. Returned streams are reused, since PyTorch caches memory per

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.cuda import Guard
+from torchpipe_py.backends.cuda import Guard, no_collection
 from torchpipe_py.backends.model.check import Layout
 from torchpipe_py.backends.model.inputs import InputSpec, is_mat, request_values, to_numpy
 from torchpipe_py.backends.model.model import Shapes
@@ -33,18 +32,6 @@ MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
 
 # NOTE: process-wide: CUDA allows one capture beside other work, PyTorch's allocator only one at a time.
 _capturing = threading.Lock()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """A context without garbage collections: one that frees an engine on this thread would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 MAT = "mat"
@@ -230,6 +217,7 @@ class GraphedNetwork:
             self._enqueue(key, host)
         self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
+        # NOTE: a collection that frees an engine on this thread would end the capture.
         with _capturing, no_collection():
             # NOTE: "thread_local": other threads may allocate and synchronize during the capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")

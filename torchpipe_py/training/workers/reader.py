@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from torchpipe_py.backends.cuda import no_collection
 from torchpipe_py.errors import Failure, first_line
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.training.batcher import Batch, Batcher, LoaderStatistics
@@ -205,7 +206,7 @@ class BatchReader:
         if workers:
             # NOTE: on the main thread PyTorch installs a signal handler that raises at any place in that thread when a
             # worker dies; without it the reading thread notices within five seconds.
-            with _no_collection(), _safe_path() if start_method else nullcontext():
+            with no_collection(), _safe_path() if start_method else nullcontext():
                 _run_aside(lambda: iter(self._loader))
             # Enlarge the workers' pipe: each 64 KiB (the Linux default) would cost a system call and the GIL.
             with suppress(AttributeError, OSError):
@@ -298,18 +299,6 @@ def _safe_path() -> Iterator[None]:
     finally:
         if not is_set:
             del os.environ["PYTHONSAFEPATH"]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A context without garbage collections, in processes that are forked in it too, until they enable them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _end_of_a_worker(error: Exception) -> str:
