@@ -17,7 +17,15 @@ from torchpipe_py.backends.model.postprocess import SoftmaxArgMax, SoftmaxCpu, S
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml
-from torchpipe_py.tools.export.config import Files, Transform, followed_by, model_node, read_preprocessing, to_toml
+from torchpipe_py.tools.export.config import (
+    COMMENTS,
+    Files,
+    Transform,
+    followed_by,
+    model_node,
+    read_preprocessing,
+    to_toml,
+)
 from torchpipe_py.tools.export.from_onnx import export_onnx
 from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
 from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked
@@ -29,13 +37,6 @@ POSTPROCESSOR = "SoftmaxMax"
 SOFTMAXES = (SoftmaxCpu, SoftmaxMax, SoftmaxArgMax, TopK)
 SUM_TOLERANCE = 1e-3
 NEARLY_ZERO = 1e-4
-COMMENTS = {
-    "size": "the shorter side, smoothed as torchvision's Resize does",
-    "color": "channel order of the model",
-    "model::cache": "with TensorRT: the engine, kept between starts",
-    "max": "requests in one run of the model",
-    "batching_timeout": "ms; how long a request waits for others at most",
-}
 
 
 def run_export(args: argparse.Namespace) -> int:

@@ -195,6 +195,16 @@ def jpeg(height: int, width: int) -> bytes:
     return bytes(encoded.tobytes())
 
 
+COMMENTS = {
+    "size": "the shorter side, smoothed as torchvision's Resize does",
+    "color": "channel order of the model",
+    "model::cache": "with TensorRT: the engine, kept between starts",
+    "max": "requests in one run of the model",
+    "batching_timeout": "ms; how long a request waits for others at most",
+}
+"""For ``to_toml``, of keys that exported files have."""
+
+
 def to_toml(config: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
     """TOML with the scalars of ``global`` first, then a table for each node; ``comments`` is by key."""
     tables = []

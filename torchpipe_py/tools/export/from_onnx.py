@@ -22,6 +22,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.export.config import (
+    COMMENTS,
     ENGINE,
     MOST,
     TRIALS,
@@ -50,12 +51,8 @@ from torchpipe_py.tools.report import ToolError, printable, refuse_existing
 
 DETECTOR_SIDE, SIDE = 640, 224
 """Sizes of models whose file leaves the size open, as most are trained."""
-COMMENTS = {
-    "size": "the shorter side, smoothed as torchvision's Resize does",
-    "color": "channel order of the model",
-    "model::cache": "with TensorRT: the engine, kept between starts",
-    "max": "requests in one run of the model",
-    "batching_timeout": "ms; how long a request waits for others at most",
+OWN_COMMENTS = {
+    **COMMENTS,
     "mean": "of pixels 0..255",
     "std": "of pixels 0..255",
     "original_size": "the map has the size of the picture; false: of the model's output",
@@ -413,7 +410,7 @@ def _write(made: Made, temporary: Files, files: Files, model: OnnxModel) -> None
     tables = followed_by(made.tables, node) if made.tables else {GLOBAL: {}, "model": node}
     title = f"# {printable(model.path.name)}: {made.reading.kind}"
     notes = "".join(f"# {printable(note)}\n" for note in made.reading.notes)
-    temporary.toml.write_text(f"{title}\n{notes}\n{to_toml(tables, COMMENTS).lstrip()}", encoding="utf-8")
+    temporary.toml.write_text(f"{title}\n{notes}\n{to_toml(tables, OWN_COMMENTS).lstrip()}", encoding="utf-8")
 
 
 def _shown(result: Any) -> str:
