@@ -205,12 +205,10 @@ class HttpService:
         try:
             if isinstance(result, BaseException):
                 raise result
-            result = result.made()
-            if len(result.body) > self._reply.bytes:
-                raise ReplyTooLargeError(len(result.body), self._reply)
-            answer: HttpAnswer = result
-            if len(answer.body) >= compression.SMALLEST_BYTES:
-                answer = compression.compressed(answer, request.fields.get("accept-encoding", ""))
+            answer: HttpAnswer = result.made()
+            if len(answer.body) > self._reply.bytes:
+                raise ReplyTooLargeError(len(answer.body), self._reply)
+            answer = compression.compressed(answer, request.fields.get("accept-encoding", ""))
             fields = self._headers if self._cors is None else self._fields(request, answer.headers)
             return request.answer(answer, fields), request.label, OK
         except BaseException as error:  # also for a header that cannot be sent
