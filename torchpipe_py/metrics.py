@@ -265,9 +265,7 @@ class Series:
             for sample in changes["samples"]:
                 key = self._place(tuple(sample["labels"].values()))
                 if self.kind == "gauge":
-                    parts = self._values[
-                        key
-                    ]  # which are those of several keys of the source beyond the limit of labels
+                    parts = self._values[key]  # beyond the limit of labels, of several keys of the source
                     parts[source] = _bounded(parts.get(source, 0.0) + sample["value"])
                 elif self.kind == "counter":
                     self._values[key] = _bounded(self._values[key] + sample["value"])

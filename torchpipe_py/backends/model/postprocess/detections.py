@@ -14,6 +14,7 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image import original
 from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.inputs import looks_like_mat, to_numpy
+from torchpipe_py.backends.model.normalisation import has_channels_last
 from torchpipe_py.backends.model.onnx_graph import metadata
 from torchpipe_py.backends.model.postprocess.base import Postprocessor, read_labels
 from torchpipe_py.backends.model.postprocess.layouts import (
@@ -250,8 +251,7 @@ def input_size(data: Any) -> Size:
     for value in values:
         shape = tuple(getattr(value, "shape", ()))
         if len(shape) == 4:
-            is_last = shape[3] in (1, 3, 4) and shape[1] not in (1, 3, 4)
-            return shape[1:3] if is_last else shape[2:]
+            return shape[1:3] if has_channels_last(shape) else shape[2:]
         if len(shape) == 3:
             is_mat = looks_like_mat(value) if isinstance(value, np.ndarray) else shape[0] not in (1, 3, 4)
             return shape[:2] if is_mat else shape[1:]

@@ -47,7 +47,7 @@ class Layout:
     """The number of classes, as far as the outputs tell."""
 
     def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int = 0, options: Mapping[str, Any] = {}
+        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
     ) -> None:
         raise NotImplementedError(type(self).__name__)
 
@@ -92,7 +92,7 @@ class Yolo(Layout):
     takes = "an output Nx(4+C)xA, rows of centre, width, height and a score for each class"
 
     def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int = 0, options: Mapping[str, Any] = {}
+        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
     ) -> None:
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[0] is None or dims[0] - 4 - extra < 1 or (dims[1] is not None and dims[1] <= dims[0]):
@@ -148,7 +148,7 @@ class Yolo5(Layout):
     takes = "an output NxAx(5+C), rows of centre, width, height, objectness and a score for each class"
 
     def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int = 0, options: Mapping[str, Any] = {}
+        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
     ) -> None:
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[1] is None or dims[1] - 5 - extra < 1 or (dims[0] is not None and dims[0] <= dims[1]):
@@ -175,7 +175,7 @@ class EndToEnd(Layout):
     needs_nms = False
 
     def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int = 0, options: Mapping[str, Any] = {}
+        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
     ) -> None:
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[1] != 6 + extra or (dims[0] or 0) > MOST_ROWS:
@@ -202,7 +202,7 @@ class Detr(Layout):
     needs_nms = False
 
     def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int = 0, options: Mapping[str, Any] = {}
+        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
     ) -> None:
         pairs = [index for index, output in enumerate(outputs) if len(output.dims) >= 2]
         boxes = [index for index in pairs if outputs[index].dims[-1] == 4]
@@ -256,7 +256,7 @@ class Listed(Layout):
     needs_nms = False
 
     def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int = 0, options: Mapping[str, Any] = {}
+        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
     ) -> None:
         boxes = [index for index, output in enumerate(outputs) if output.dims[-1:] == (4,) and len(output.dims) > 1]
         others = [index for index in range(len(outputs)) if index not in boxes]
