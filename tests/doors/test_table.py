@@ -423,6 +423,14 @@ def text_of(size: int) -> str:
     return "".join(random.Random(size).choices(string.ascii_letters + string.digits, k=size))
 
 
+def check_limit(ask: Callable[[int], Answer], size_of: Callable[[Answer], int], limit: int, tried: int) -> None:
+    """What is as large as the limit passes, and what is larger by one is refused; ``tried`` is a size that passes."""
+    size = tried + limit - size_of(ask(tried))
+    answer = ask(size)
+    assert (answer.code, size_of(answer)) == ("ok", limit)
+    assert ask(size + 1).code == "too_large"
+
+
 @over_a_wire
 def test_request_passes_at_the_limit_of_its_bytes_and_not_beyond(table: Table, door: str) -> None:
     def ask(size: int) -> Answer:
@@ -430,10 +438,7 @@ def test_request_passes_at_the_limit_of_its_bytes_and_not_beyond(table: Table, d
         answer: Answer = DOORS[door](table.house, Asked("short", inputs, ["result"]))
         return answer
 
-    limit, tried = LIMITS["max_message_bytes"], 100_000
-    size = tried + limit - ask(tried).sent
-    assert (ask(size).code, ask(size).sent) == ("ok", limit)
-    assert ask(size + 1).code == "too_large"
+    check_limit(ask, lambda answer: answer.sent, LIMITS["max_message_bytes"], 100_000)
 
 
 @over_a_wire
@@ -443,10 +448,7 @@ def test_reply_passes_at_the_limit_of_its_bytes_and_not_beyond(table: Table, doo
         answer: Answer = DOORS[door](table.house, table.asked("texts", inputs))
         return answer
 
-    limit, tried = LIMITS["max_reply_bytes"], 50_000
-    size = tried + limit - ask(tried).received
-    assert (ask(size).code, ask(size).received) == ("ok", limit)
-    assert ask(size + 1).code == "too_large"
+    check_limit(ask, lambda answer: answer.received, LIMITS["max_reply_bytes"], 50_000)
 
 
 @over_a_wire

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +86,18 @@ def constant_model(path: Path, outputs: Mapping[str, np.ndarray], metadata: Mapp
     helper.set_model_props(model, dict(metadata))
     onnx.save(model, path)
     return str(path)
+
+
+def _split(post: Any, outputs: list[torch.Tensor], items: list[Any]) -> list[Any]:
+    tensors = [tensor.clone() for tensor in post.on_device(outputs)]
+    results: list[Any] = post.on_host(tensors, items)
+    for tensor in tensors:
+        tensor.fill_(7)
+    return results
+
+
+FORWARD: Mapping[str, Callable[[Any, list[torch.Tensor], list[Any]], list[Any]]] = {
+    "whole": lambda post, outputs, items: post.forward(outputs, items),
+    "split": _split,
+}
+"""Results of a postprocessor: on the host at once, or as on a GPU, where what is read is overwritten afterwards."""

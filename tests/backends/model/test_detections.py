@@ -12,7 +12,7 @@ import torch
 from conftest import encode, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.detectors import SIZES, detector_file, letterboxed, made, yolo_output
+from kit.detectors import FORWARD, SIZES, detector_file, letterboxed, made, yolo_output
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import BackendError, ConfigError, Detections, InvalidRequest, Registry, TensorSpec, pipe
@@ -91,20 +91,9 @@ def corner_rows(output: np.ndarray) -> np.ndarray:
     return np.concatenate([*corners, scores.max(1)[:, None], scores.argmax(1)[:, None]], 1).astype(np.float32)
 
 
-@pytest.fixture(params=["whole", "split"])
+@pytest.fixture(params=FORWARD)
 def forward(request: pytest.FixtureRequest) -> Any:
-    """On the host at once, or as on a GPU: what is read on the host is overwritten afterwards."""
-    if request.param == "whole":
-        return lambda post, outputs, items: post.forward(outputs, items)
-
-    def split(post: Any, outputs: list[torch.Tensor], items: list[Any]) -> list[Any]:
-        tensors = [tensor.clone() for tensor in post.on_device(outputs)]
-        results: list[Any] = post.on_host(tensors, items)
-        for tensor in tensors:
-            tensor.fill_(7)
-        return results
-
-    return split
+    return FORWARD[request.param]
 
 
 @pytest.mark.parametrize("name", ["YoloBoxes", "Boxes"])

@@ -12,7 +12,7 @@ import torch
 from conftest import encode, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.detectors import constant_model, letterboxed, made
+from kit.detectors import FORWARD, constant_model, letterboxed, made
 
 from torchpipe_py import BackendError, ConfigError, Detections, InvalidRequest, TensorSpec, pipe
 from torchpipe_py.backends.image.original import WayBack
@@ -22,20 +22,9 @@ from torchpipe_py.backends.model.postprocess.palette import voc_colours
 INPUT = (64, 96)
 
 
-@pytest.fixture(params=["whole", "split"])
+@pytest.fixture(params=FORWARD)
 def forward(request: pytest.FixtureRequest) -> Any:
-    """On the host at once, or as on a GPU: what is read on the host is overwritten afterwards."""
-    if request.param == "whole":
-        return lambda post, outputs, items: post.forward(outputs, items)
-
-    def split(post: Any, outputs: list[torch.Tensor], items: list[Any]) -> list[Any]:
-        tensors = [tensor.clone() for tensor in post.on_device(outputs)]
-        results: list[Any] = post.on_host(tensors, items)
-        for tensor in tensors:
-            tensor.fill_(7)
-        return results
-
-    return split
+    return FORWARD[request.param]
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
