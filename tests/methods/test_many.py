@@ -1,8 +1,9 @@
-"""Calls of many images while the models behind them change."""
+"""Calls of many images: their batches, and the models behind them that change."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +12,7 @@ from conftest import Register
 from kit.backends import Echo, Gate
 from kit.waits import WAIT
 
-from torchpipe_py import UnknownNode, pipe
+from torchpipe_py import Registry, Status, UnknownNode, pipe
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.runtime.pipes import Pipes
 
@@ -48,3 +49,38 @@ def test_images_wait_for_no_place_while_no_model_is_there() -> None:
     call = FairAdmission(Pipes())  # type: ignore[arg-type]
     call.gather([{"data": 1, "node_name": "only"}] * 3, None, lambda data, error: type(error), lambda _: ended.set())
     assert ended.wait(WAIT)
+
+
+def listed(run: pipe, items: list[dict[str, Any]]) -> None:
+    run(items)
+
+
+def gathered(run: pipe, items: list[dict[str, Any]]) -> None:
+    ended, gather = threading.Event(), FairAdmission(run).gather
+    # NOTE: the main thread would leave the images to the deputy, and not wait for them to enter.
+    with ThreadPoolExecutor() as threads:
+        threads.submit(gather, items, None, lambda data, error: error, lambda _: ended.set()).result(WAIT)
+    assert ended.wait(WAIT)
+
+
+@pytest.mark.parametrize("call", [listed, gathered])
+def test_batch_waits_for_the_rest_of_a_call(register: Register, restored: Registry, call: Any) -> None:
+    """Each image but the first enters after the node has found the first, and nothing else under way."""
+    gate, looked = Gate(most=2), threading.Event()
+
+    def is_due(since: float, until: float) -> bool:
+        looked.set()
+        return False
+
+    def after_a_look(data: dict[str, Any]) -> Status:
+        assert data["data"] == 1 or looked.wait(WAIT)
+        return Status.Run
+
+    restored.register_filter(after_a_look, "after_a_look")
+    node = {"backend": register(gate.backend), "filter": "after_a_look", "batching_timeout": 1000 * WAIT}
+    with pipe({"node": node}) as run, run.expecting(is_due), gate:
+        gate.open()
+        call(run, [{"data": 1}, {"data": 2}])
+        looked.clear()
+        call(run, [{"data": 1}, {"data": 2}, {"data": 3}])
+    assert gate.batches == [[1, 2], [1, 2], [3]]

@@ -74,7 +74,8 @@ class FairAdmission:
         for index in range(call.waiting, len(items)):
             why = f"{counted(waiting, 'image')} would wait, with room for {waiting - excess}"
             call.finish(index, call.items[index], Overloaded(why, 1000))
-        self.advance(0)
+        with self.pipe.arriving():
+            self.advance(0)
         return call
 
     def gather_each(

@@ -9,7 +9,7 @@ import weakref
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -241,6 +241,10 @@ class pipe:
             yield
         finally:
             dues.remove(is_due)
+
+    def arriving(self) -> AbstractContextManager[None]:
+        """A context in which batches that have a timeout wait for the rest of a call, whose requests enter in turn."""
+        return self._runtime.arriving()
 
     def max(self) -> int:
         """Size of the largest batch that any node forms."""

@@ -208,6 +208,14 @@ class Pipes:
                 stack.enter_context(run.expecting(is_due))
             yield
 
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """See ``pipe.arriving``; for the pipes of this moment."""
+        with ExitStack() as stack:
+            for run in self._members.pipes.values():
+                stack.enter_context(run.arriving())
+            yield
+
     def stats(self) -> dict[str, Any]:
         """See ``pipe.stats``: sums over the pipes, all their nodes, the sums of their metrics."""
         each = [run.stats() for run in self._members.pipes.values()]

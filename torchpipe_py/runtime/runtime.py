@@ -8,9 +8,9 @@ import os
 import threading
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -59,6 +59,11 @@ SETUP_MESSAGE_LIMIT = 100_000  # characters: compiler output may be long, and it
 T = TypeVar("T")
 
 
+def _is_arriving(since: float, until: float) -> bool:
+    """Whether a request is due (see ``Due``) while a call of several enters."""
+    return True
+
+
 class Runtime:
     """Nodes, their threads, and the requests ``inflight``. ``nodes`` maps names to nodes once ``start`` returns.
 
@@ -79,6 +84,7 @@ class Runtime:
         self.metrics = Metrics()
         self.contexts: list[Around] = []
         self.dues: list[Due] = []
+        self._waiting: set[Waiting] = set()
         self.target = QueueTarget()
         self.is_left = False  # the pipe has stopped waiting for a backend that does not return
         self._logical = pipeline.spec.logical()
@@ -169,7 +175,6 @@ class Runtime:
         leads_back = bool(graph.jumps) or len(nodes) < len(self.plans)
         around = both_ways(above) if leads_back else dict.fromkeys(nodes, ())
         entered = {self.plans[root].spec.owner for root in graph.entered}
-        waiting: set[Waiting] = set()
         for owner, node in nodes.items():
             order, leave = orders.get(owner), routes.exits[owner]
             roots = frozenset().union(*(graph.reached_from[name] for name in self._logical[owner]))
@@ -179,7 +184,7 @@ class Runtime:
                     fail=complete if order is None else order.fail,
                     upstream=tuple(nodes[name] for name in graph.order if name in above[owner]),
                     both_ways={nodes[name] for name in around[owner]},
-                    waiting=waiting,
+                    waiting=self._waiting,
                     dues=self.dues,
                     order=order,
                     target=self.target,
@@ -323,11 +328,12 @@ class Runtime:
         """
         caller = requests[0].caller = [] if stands_in else None
         self.inflight.admit(requests)
-        for request in requests:
-            try:
-                self._entries[request.node](request)
-            except BaseException as error:
-                self.inflight.complete(request, error)
+        with self.arriving() if len(requests) > 1 else nullcontext():
+            for request in requests:
+                try:
+                    self._entries[request.node](request)
+                except BaseException as error:
+                    self.inflight.complete(request, error)
         if caller:
             outer = CURRENT.waiter
             try:
@@ -336,6 +342,17 @@ class Runtime:
                     node.run_on_caller(request)
             finally:
                 CURRENT.waiter = outer
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """A context in which batches that have a timeout wait for the rest of a call, whose requests enter in turn."""
+        self.dues.append(_is_arriving)
+        try:
+            yield
+        finally:
+            self.dues.remove(_is_arriving)
+            for node in list(self._waiting):
+                node.wake_leader()
 
     def start_requests(self, requests: Sequence[Request]) -> None:
         """``submit`` where no signal handler interrupts it; ``Overloaded`` is the outcome of the requests.
