@@ -10,6 +10,7 @@ import random
 import string
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 import onnx
 import pytest
 from kit import doors
+from kit.cells import check_each
 from kit.clients import HttpClient
 from kit.doors import DOORS, LIMITS, ROW_DOORS, Answer, Asked, House, to_texts
 from kit.waits import WAIT, eventually
@@ -295,33 +297,36 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
 every_door = pytest.mark.parametrize("door", DOORS)
 
 
-@every_door
-@pytest.mark.parametrize("name", NAMES)
-def test_good_request_has_the_same_result(table: Table, name: str, door: str) -> None:
-    answer = DOORS[door](table.house, table.asked(name))
-    expected = table.kinds[name].outputs
+def check_values(answer: Answer, expected: Arrays) -> None:
     assert (answer.code, answer.message) == ("ok", "")
     assert answer.values.keys() == expected.keys()
     for output, value in expected.items():
         assert doors.same(answer.values[output], value), (output, answer.values[output])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "nested"])
-def test_metadata_declares_what_is_sent(table: Table, name: str) -> None:
-    asked = table.asked(name)
-    answer = DOORS["oip_binary"](table.house, asked)
-    with HttpClient(table.house.server.port) as client:
+@every_door
+def test_good_request_has_the_same_result(table: Table, door: str) -> None:
+    check_each(NAMES, lambda name: check_values(DOORS[door](table.house, table.asked(name)), table.kinds[name].outputs))
+
+
+def test_metadata_declares_what_is_sent(table: Table) -> None:
+    def check(name: str) -> None:
+        asked = table.asked(name)
+        answer = DOORS["oip_binary"](table.house, asked)
         client.send(f"GET /v2/models/{asked.model} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
         declared = json.loads(client.read().body)
-    outputs = {output["name"]: (output["datatype"], output["shape"]) for output in declared["outputs"]}
-    for output, value in answer.values.items():
-        datatype, shape = outputs.pop(output)
-        assert (datatype, len(shape)) == (doors.datatype_of(value), value.ndim)
-        assert all(size in (-1, given) for size, given in zip(shape, value.shape, strict=True))
-    assert not outputs
-    inputs = {given["name"]: given.get("parameters", {}).get("optional", False) for given in declared["inputs"]}
-    assert [given for given, is_optional in inputs.items() if not is_optional] == list(table.kinds[name].required)
-    assert asked.inputs.keys() <= inputs.keys()
+        outputs = {output["name"]: (output["datatype"], output["shape"]) for output in declared["outputs"]}
+        for output, value in answer.values.items():
+            datatype, shape = outputs.pop(output)
+            assert (datatype, len(shape)) == (doors.datatype_of(value), value.ndim)
+            assert all(size in (-1, given) for size, given in zip(shape, value.shape, strict=True))
+        assert not outputs
+        inputs = {given["name"]: given.get("parameters", {}).get("optional", False) for given in declared["inputs"]}
+        assert [given for given, is_optional in inputs.items() if not is_optional] == list(table.kinds[name].required)
+        assert asked.inputs.keys() <= inputs.keys()
+
+    with HttpClient(table.house.server.port) as client:
+        check_each([name for name in NAMES if name != "nested"], check)
 
 
 # -- what is wrong --------------------------------------------------------------------------------------------------
@@ -367,18 +372,18 @@ MISTAKES: dict[str, Callable[[Kind], Arrays | None]] = {
 
 
 @every_door
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_wrong_inputs_are_invalid_at_every_door(table: Table, mistake: str, door: str) -> None:
-    for name in NAMES:
+def test_wrong_inputs_are_invalid_at_every_door(table: Table, door: str) -> None:
+    def check(cell: tuple[str, str]) -> None:
+        mistake, name = cell
         kind = table.kinds[name]
         inputs = None if kind.is_custom else MISTAKES[mistake](kind)
         if inputs is None or (door == "python" and name == "only_data"):  # its ``data`` is no dict
-            continue
+            return
         answer = DOORS[door](table.house, table.asked(name, inputs))
-        assert (answer.code, answer.values) == ("invalid_request", {}), (name, answer)
-        if mistake == "unknown input":
-            assert "'nonsense'" in answer.message, name
-        assert answer.message, name
+        assert (answer.code, answer.values) == ("invalid_request", {})
+        assert ("'nonsense'" if mistake == "unknown input" else "input") in answer.message
+
+    check_each(product(MISTAKES, NAMES), check)
 
 
 @every_door
@@ -492,57 +497,75 @@ def test_call_passes_at_the_limit_of_its_items_and_not_beyond(table: Table, door
 WITHOUT_BATCH = ("no_batch", "scalar", "no_rows", "nested")
 
 
-@pytest.mark.parametrize("door", ROW_DOORS)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_BATCH])
-def test_rows_of_a_batch_have_the_results_of_single_requests(table: Table, name: str, door: str) -> None:
-    inputs = {
-        key: np.concatenate([np.roll(value, index, axis=-1) for index in range(3)])
-        for key, value in table.kinds[name].inputs.items()
-    }
-    asked = table.asked(name, inputs)
-    alone = [DOORS["python"](table.house, asked._replace(inputs=row)) for row in doors.rows_of(asked)]
-    answer = ROW_DOORS[door](table.house, asked)
-    assert (answer.code, answer.message) == ("ok", "")
-    for output, value in doors.joined([each.values for each in alone]).items():
-        assert doors.same(answer.values[output], value), (output, answer.values[output])
+@pytest.fixture(scope="module")
+def batches(table: Table) -> dict[str, tuple[Asked, Arrays]]:
+    """A batch of three for each kind that takes one, with the joined results of its rows asked alone."""
+    made = {}
+    for name in [name for name in NAMES if name not in WITHOUT_BATCH]:
+        inputs = {
+            key: np.concatenate([np.roll(value, index, axis=-1) for index in range(3)])
+            for key, value in table.kinds[name].inputs.items()
+        }
+        asked = table.asked(name, inputs)
+        alone = [DOORS["python"](table.house, asked._replace(inputs=row)) for row in doors.rows_of(asked)]
+        made[name] = asked, doors.joined([each.values for each in alone])
+    return made
 
 
 @pytest.mark.parametrize("door", ROW_DOORS)
-@pytest.mark.parametrize("mistake", ["unknown input", "misspelt input", "missing input", "other type", "other shape"])
-def test_batch_with_wrong_inputs_is_invalid(table: Table, mistake: str, door: str) -> None:
-    for name in NAMES:
+def test_rows_of_a_batch_have_the_results_of_single_requests(
+    table: Table, batches: dict[str, tuple[Asked, Arrays]], door: str
+) -> None:
+    def check(name: str) -> None:
+        asked, expected = batches[name]
+        answer = ROW_DOORS[door](table.house, asked)
+        assert (answer.code, answer.message) == ("ok", "")
+        for output, value in expected.items():
+            assert doors.same(answer.values[output], value), (output, answer.values[output])
+
+    check_each(batches, check)
+
+
+@pytest.mark.parametrize("door", ROW_DOORS)
+def test_batch_with_wrong_inputs_is_invalid(table: Table, door: str) -> None:
+    def check(cell: tuple[str, str]) -> None:
+        mistake, name = cell
         kind = table.kinds[name]
         wrong = None if kind.is_custom or name in WITHOUT_BATCH else MISTAKES[mistake](kind)
         if wrong is None or (door == "python" and name == "only_data"):  # its ``data`` is no dict
-            continue
+            return
         inputs = {key: np.concatenate([value] * 3) for key, value in wrong.items()}
         answer = ROW_DOORS[door](table.house, table.asked(name, inputs))
-        assert (answer.code, answer.values) == ("invalid_request", {}), (name, answer)
+        assert (answer.code, answer.values) == ("invalid_request", {})
+
+    check_each(product([mistake for mistake in MISTAKES if mistake != "fractions for integers"], NAMES), check)
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
+OF_A_DETECTOR: list[tuple[dict[str, Any], list[float] | str]] = [
+    ({"threshold": 0.7}, [0.9]),
+    ({"classes": "1", "max_det": 1}, [0.6]),
+    ({"threshold": 0.05}, "parameter 'threshold': must be from 0.1 to 1, got 0.05"),
+    ({"threshold": "high"}, "parameter 'threshold'"),
+    ({"max_det": 1000}, "must be from 1 to 300"),
+]
+"""Parameters, and the scores that they leave or the refusal."""
+
+
 @every_door
-@pytest.mark.parametrize(
-    ("parameters", "scores", "said"),
-    [
-        ({"threshold": 0.7}, [0.9], ""),
-        ({"classes": "1", "max_det": 1}, [0.6], ""),
-        ({"threshold": 0.05}, [], "parameter 'threshold': must be from 0.1 to 1, got 0.05"),
-        ({"threshold": "high"}, [], "parameter 'threshold'"),
-        ({"max_det": 1000}, [], "must be from 1 to 300"),
-    ],
-)
-def test_parameters_of_a_detector_keep_its_bounds(
-    table: Table, parameters: dict[str, Any], scores: list[float], said: str, door: str
-) -> None:
-    answer = DOORS[door](table.house, table.asked("yolo", parameters=parameters))
-    if said:
-        assert answer.code == "invalid_request"
-        assert said in answer.message
-    else:
-        assert np.array_equal(answer.values["scores"], np.array(scores, "f4"))
+def test_parameters_of_a_detector_keep_its_bounds(table: Table, door: str) -> None:
+    def check(cell: tuple[dict[str, Any], list[float] | str]) -> None:
+        parameters, expected = cell
+        answer = DOORS[door](table.house, table.asked("yolo", parameters=parameters))
+        if isinstance(expected, str):
+            assert answer.code == "invalid_request"
+            assert expected in answer.message
+        else:
+            assert np.array_equal(answer.values["scores"], np.array(expected, "f4"))
+
+    check_each(OF_A_DETECTOR, check)
 
 
 # -- late and cancelled ---------------------------------------------------------------------------------------------
