@@ -315,7 +315,7 @@ def is_allowed(method: str, got: Any) -> bool:
 def test_mutated_answers_are_results_or_client_errors(method: str, kind: str) -> None:
     with ScriptedServer() as server, CLIENTS[kind](server.address, retries=0) as client:
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
         @given(EDITS, st.booleans())
         def check(edits: list[tuple[str, int, bytes]], has_frame: bool) -> None:
             def step(server: ScriptedServer, sock: socket.socket, call: Call) -> None:

@@ -158,6 +158,7 @@ def test_profiles_on_cpu(options: list[str], tmp_path: Path, capsys: pytest.Capt
     assert not checkpoint.exists()
 
 
+@pytest.mark.slow
 def test_a_corrupt_file_is_one_line(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path / "data" / "train").rglob("*.jpg"):
         path.write_bytes(b"no image")

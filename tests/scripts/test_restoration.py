@@ -192,6 +192,7 @@ def figures(lines: list[str]) -> list[str]:
     return [line.rpartition(",")[0] for line in lines if line.startswith("epoch ")]
 
 
+@pytest.mark.slow
 @needs_dali
 def test_it_learns_and_goes_on_with_the_next_epoch(folder: Path, tmp_path: Path, capsys: Any) -> None:
     whole = figures(ran(capsys, *options(folder, "--epochs", 4)))

@@ -103,6 +103,7 @@ def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_pat
             load_model(tmp_path / "other.pt", None, CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

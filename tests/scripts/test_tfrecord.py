@@ -102,6 +102,7 @@ def test_ranks_share_the_records(packed: Path, is_training: bool) -> None:
     assert sorted(seen) == sorted([*once, (0, 0), (1, 0)] if is_training else once)
 
 
+@pytest.mark.slow
 @needs_dali
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_goes_on_with_the_next_batch(packed: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:

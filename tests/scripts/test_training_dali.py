@@ -307,6 +307,7 @@ def test_the_script_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: 
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
+@pytest.mark.slow
 @needs_dali
 @pytest.mark.parametrize("prefetch", [1, 2])
 @pytest.mark.parametrize("kind", ["files", "records"])
@@ -443,6 +444,7 @@ for decoder in range(8):
 """
 
 
+@pytest.mark.slow
 @needs_dali
 def test_invalid_file_beside_large_images_does_not_crash(tmp_path: Path, jpeg: bytes) -> None:
     """In a separate process: DALI's decoder alone would crash it with a segmentation fault every second time."""

@@ -252,6 +252,7 @@ def test_tags_in_another_encoding_stop_no_file(tmp_path, decoder):
         assert len(pictures(path, decoder=decoder)) == 1, suffix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["90 clockwise", "mirrored"])
 def test_run_gives_upright_frames(tmp_path, name):
     matrix, upright = TURNS[name]

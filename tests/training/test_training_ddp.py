@@ -48,6 +48,7 @@ def seen(steps: Any) -> list[int]:
     return [index for indices, mask, _ in steps for index, is_there in zip(indices, mask, strict=True) if is_there]
 
 
+@pytest.mark.slow
 def test_each_validation_sample_is_seen_once(told: list[dict[str, Any]]) -> None:
     by_rank = [rank["validate"] for rank in told]
     assert sorted(index for steps in by_rank for index in seen(steps)) == list(range(9))

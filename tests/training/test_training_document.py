@@ -224,6 +224,7 @@ def trained(data: Path, process_group: int, one_thread: None) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_the_eight_steps_train_a_network_above_chance(trained: Outcome) -> None:
     assert trained.shapes == {(3, 224, 224)}
     assert trained.train["samples"] == EPOCHS * TRAIN * len(KINDS)

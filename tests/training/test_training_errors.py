@@ -353,6 +353,7 @@ def test_a_dead_worker_is_an_error_after_the_batches_before_it(
             next(loader)
 
 
+@pytest.mark.slow
 def test_loader_works_with_spawn(dataset: ImageFiles, toml: str) -> None:
     plain = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
     with wrap_dataloader_torchpipe("single", plain, toml, TensorToTensor(), OnTheCpu(), 0.5) as loader:

@@ -75,7 +75,7 @@ def keys_of(rng: random.Random) -> dict[str, Any]:
     return keys | ({"k": rng.choice([1, 50])} if keys.get("postprocessor") == "TopK" else {})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))])
 def test_check_refuses_whatever_setup_would_refuse(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     outcomes = {"refused": 0, "served": 0}

@@ -63,27 +63,29 @@ def test_inputs_by_order_and_by_name_are_the_same(weighted: Data) -> None:
         torch.testing.assert_close(item["result"][1], (sums * vector)[None])
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (torch.zeros(1, 3, 4, 4), "the model has 2 inputs, data holds 1: img"),
-        ([torch.zeros(1, 3, 4, 4)] * 3, "the model has 2 inputs, data holds 3: img"),
-        ({"image": torch.zeros(1, 3, 4, 4)}, "the model has no input 'image'; did you mean 'img'.* Its inputs: img"),
-        ({1: 2}, "the model has no input 1; names are texts"),
-        ({"img": torch.zeros(1, 3, 4, 4)}, "input 'meta' is not in data; the model's inputs: img"),
-        ({"img": torch.zeros(1, 3, 4, 4), "meta": ["a", "b", "c"]}, "a list of str makes no tensor"),
-        ({"img": [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], "meta": [1, 2, 3]}, "a list that makes no tensor"),
-        ({"img": torch.zeros(1, 3, 4, 4), "meta": [[1, 2], [3]]}, "a list that makes no tensor"),
-        ({"img": torch.zeros(1, 3, 4, 4), "meta": "text"}, "input 'meta' takes a .*tensor, got str"),
-        ([], "data holds 0: img( 1x3x.x. float32, meta 1x3 float32)?"),
-    ],
-)
-def test_unknown_input_names_the_inputs(weighted: Data, data: Any, problem: str) -> None:
-    bad, good = answer(weighted, data, {"img": torch.zeros(1, 3, 4, 4), "meta": torch.zeros(1, 3)})
-    assert "result" not in bad
-    assert isinstance(bad["error"], InvalidRequest)
-    assert re.search(problem, str(bad["error"]))
-    assert "result" in good
+WRONG: list[tuple[Any, str]] = [
+    (torch.zeros(1, 3, 4, 4), "the model has 2 inputs, data holds 1: img"),
+    ([torch.zeros(1, 3, 4, 4)] * 3, "the model has 2 inputs, data holds 3: img"),
+    ({"image": torch.zeros(1, 3, 4, 4)}, "the model has no input 'image'; did you mean 'img'.* Its inputs: img"),
+    ({1: 2}, "the model has no input 1; names are texts"),
+    ({"img": torch.zeros(1, 3, 4, 4)}, "input 'meta' is not in data; the model's inputs: img"),
+    ({"img": torch.zeros(1, 3, 4, 4), "meta": ["a", "b", "c"]}, "a list of str makes no tensor"),
+    ({"img": [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], "meta": [1, 2, 3]}, "a list that makes no tensor"),
+    ({"img": torch.zeros(1, 3, 4, 4), "meta": [[1, 2], [3]]}, "a list that makes no tensor"),
+    ({"img": torch.zeros(1, 3, 4, 4), "meta": "text"}, "input 'meta' takes a .*tensor, got str"),
+    ([], "data holds 0: img( 1x3x.x. float32, meta 1x3 float32)?"),
+]
+"""Data, and what is said about it."""
+
+
+def test_unknown_input_names_the_inputs(weighted: Data) -> None:
+    good = {"img": torch.zeros(1, 3, 4, 4), "meta": torch.zeros(1, 3)}
+    *bad, last = answer(weighted, *(data for data, _ in WRONG), good)
+    for item, (_, problem) in zip(bad, WRONG, strict=True):
+        assert "result" not in item
+        assert isinstance(item["error"], InvalidRequest)
+        assert re.search(problem, str(item["error"]))
+    assert "result" in last
 
 
 def test_a_model_that_does_not_name_its_inputs_takes_lists() -> None:

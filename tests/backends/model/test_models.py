@@ -154,6 +154,7 @@ def test_pads_lone_request_to_fixed_batch(fixed_batch: str, classifier: str) -> 
         refused(onnx_node(fixed_batch, **batch), r"input 'x' has a fixed batch of 2, .* set min = 2 and max = 2$")
 
 
+@pytest.mark.slow
 def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
     """From 1.29 on it stores an identifier in the home folder, and reports loaded models to its maker."""
     code = f"from torchpipe_py import pipe; pipe({{'backend': 'OnnxTensor', 'model': {classifier!r}}}).close()"

@@ -361,6 +361,7 @@ INSIDE_THE_GUARD = f"""{GUARD}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "status", "message"),
     [
