@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # What must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
 #   bash scripts/test.sh [slow] [pytest arguments]
-# Without arguments all tests run but the slow ones, in six processes and beside mypy: most of the time they wait.
-# `slow` runs those alone: examples of the pages, a service under faults, whole runs of tools, a compiler. With a folder or -k add
-# -n 6 --dist worksteal for the same.
+# Without arguments all tests run but the slow ones, in four processes and beside mypy.
+# `slow` runs those alone: examples of the pages, a service under faults, whole trainings and runs of tools, a compiler.
+# With a folder or -k add -n 4 --dist worksteal for the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # else some hundred processes would each compile the package
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
 run_tests() { # in several processes; the arguments go to pytest
-  "$bin/python" -m pytest -p no:cacheprovider -n 6 --dist worksteal --durations=10 "$@"
+  "$bin/python" -m pytest -p no:cacheprovider -n 4 --dist worksteal --durations=10 "$@"
 }
 if [[ ${1:-} == slow ]]; then
   mapfile -t files < <(grep -rl --include='test_*.py' 'pytest.mark.slow' tests)

@@ -18,6 +18,7 @@ import hypothesis
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import Registry, registry
@@ -35,6 +36,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 Register = Callable[[type], str]
 
 _numbers = itertools.count()
+
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name in collect_ignore:
+        terminalreporter.write_line(f"not run: tests/{name} (there is no CUDA device)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
