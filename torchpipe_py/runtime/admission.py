@@ -163,12 +163,15 @@ class Path:
         """Expected wait and compute seconds of a request that enters now, along its slowest branch; see ``Queued``."""
         ends: list[tuple[float, float]] = []
         for node, before, inner in self._steps:
-            waits, computes = max((ends[place] for place in before), key=sum, default=(0.0, 0.0))
-            parts = [node.expected(now, priority, is_exact)]
+            waits, computes = node.expected(now, priority, is_exact)
             if inner:
-                parts.append(max((path.expected(now, priority, is_exact) for path in inner), key=sum))
-            ends.append((waits + sum(part[0] for part in parts), computes + sum(part[1] for part in parts)))
-        return max(ends, key=sum)
+                more = max((path.expected(now, priority, is_exact) for path in inner), key=sum)
+                waits, computes = waits + more[0], computes + more[1]
+            if before:
+                earlier = max((ends[place] for place in before), key=sum)
+                waits, computes = waits + earlier[0], computes + earlier[1]
+            ends.append((waits, computes))
+        return ends[0] if len(ends) == 1 else max(ends, key=sum)
 
 
 def longest_compute(paths: Sequence[Path], now: float) -> float:

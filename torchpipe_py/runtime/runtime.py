@@ -328,12 +328,12 @@ class Runtime:
         """
         caller = requests[0].caller = [] if stands_in else None
         self.inflight.admit(requests)
-        with self.arriving() if len(requests) > 1 else nullcontext():
-            for request in requests:
-                try:
-                    self._entries[request.node](request)
-                except BaseException as error:
-                    self.inflight.complete(request, error)
+        if len(requests) == 1:
+            self._enter(requests[0])
+        else:
+            with self.arriving():
+                for request in requests:
+                    self._enter(request)
         if caller:
             outer = CURRENT.waiter
             try:
@@ -342,6 +342,12 @@ class Runtime:
                     node.run_on_caller(request)
             finally:
                 CURRENT.waiter = outer
+
+    def _enter(self, request: Request) -> None:
+        try:
+            self._entries[request.node](request)
+        except BaseException as error:
+            self.inflight.complete(request, error)
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
