@@ -110,7 +110,7 @@ class Call:
             self.reading = None
             self.done(DeadlineExceeded(UNREAD))
 
-    def _run(self, loop: Loop, ticket: Cancellable | None, started: Callable[[], object] = lambda: None) -> None:
+    def _run(self, loop: Loop, ticket: Cancellable | None, started: Callable[[], object] | None = None) -> None:
         """A method has the request."""
         self.reading = None
         if self.state is not WAITING:  # it was answered, or its client left, while another thread read it
@@ -125,7 +125,8 @@ class Call:
                 self.timer = None
             if deadline is not None:
                 self.timer = loop.call_later(max(0.0, deadline - perf_counter()), self._expire)
-        started()
+        if started is not None:
+            started()
 
     def done(self, result: Any) -> None:
         """Answer with the result, or with an exception."""

@@ -358,11 +358,12 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.write(data)
         if self.turn is READING:  # all is sent
             self.entry.rest()
-            if self.reader.pending_bytes:
+            pending = self.reader.pending_bytes
+            if pending:
                 self.owner.rest()
-            if self.reader.pending_bytes > READ_AHEAD_BYTES:
+            if pending > READ_AHEAD_BYTES:
                 self._read(False)  # until the last message of these bytes
-            if self.reader.pending_bytes or self.state is not OPEN or not self.is_reading:
+            if pending or self.state is not OPEN or not self.is_reading:
                 self.owner.schedule(self)  # NOTE: a refusal is answered in `advance`
 
     def refuse(self, error: ProtocolError) -> None:
