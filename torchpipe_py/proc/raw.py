@@ -14,6 +14,7 @@ import numpy as np
 
 from torchpipe_py import errors
 from torchpipe_py.backends.image.mat import EIGHT_BITS, as_mat
+from torchpipe_py.backends.image.original import Way
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
 from torchpipe_py.keys import (
@@ -132,15 +133,15 @@ def read(link: Link, slot: int, header: Header) -> Image | Refusal:
     if not (0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE and 0 < channels <= _MAX_CHANNELS):
         raise GarbledError(f"an image of {height}x{width}x{channels}")
     content = link.content(slot, header.start + padded(size), height * width * channels)
-    keys = {TASK_COLOR_KEY: _COLORS[color], **_original(*geometry)}
+    keys = {TASK_COLOR_KEY: _COLORS[color], **_original((height, width), *geometry)}
     mat = content.reshape(height, width, channels).copy()
     return Image(mat, {key: value for key, value in keys.items() if value is not None})
 
 
-def _original(height: int, width: int, *way: float) -> dict[str, Any]:
-    """The keys of the original image; ``GarbledError`` if their values cannot be right."""
+def _original(size: tuple[int, int], height: int, width: int, *way: float) -> dict[str, Any]:
+    """The keys of the original image, for an image of ``size``; ``GarbledError`` if their values cannot be right."""
     if (height, width, *way) == _UNKNOWN:
         return {}
     if not (0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE and all(map(math.isfinite, way))):
         raise GarbledError(f"an original of {height}x{width}, {way}")
-    return {TASK_IMAGE_SIZE_KEY: (height, width), TASK_TO_ORIGINAL_KEY: way if any(way) else None}
+    return {TASK_IMAGE_SIZE_KEY: (height, width), TASK_TO_ORIGINAL_KEY: Way(way, size) if any(way) else None}

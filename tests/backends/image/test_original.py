@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import cv2
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kit.image_backends import Data, made, run
 from PIL import Image
 
-from torchpipe_py import BackendError, InvalidRequest, pipe
+from torchpipe_py import BackendError, InvalidRequest, Registry, pipe
 from torchpipe_py.backends.image import original
 
 
@@ -161,6 +162,51 @@ def test_unknown_change_of_geometry_is_named_rather_than_ignored() -> None:
     assert item["to_original"] is None
     with pytest.raises(BackendError, match="nothing says how"):
         original.way_back(item, 8, 8)
+
+
+class Parts:
+    """Crops of a Tensor under ``result``."""
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = [item["data"][:, :, :9, :9], item["data"][:, :, 9:20, :30]]
+
+
+class Halved:
+    """Halves the sides of a Tensor, and does not say so."""
+
+    def forward(self, items: list[Data]) -> None:
+        for item in items:
+            item["result"] = item["data"][:, :, ::2, ::2].contiguous()
+
+
+def test_way_back_does_not_hold_for_an_image_of_another_size() -> None:
+    registry = Registry()
+    registry.register_backend(Halved, "Halved")
+    letterbox = {"backend": "LetterBoxTensor", "max_h": 64, "max_w": 64}
+    image = torch.zeros(1, 3, 240, 320)
+    with pipe(letterbox) as p:
+        p(used := {"data": image})
+        assert original.way_back(used, 64, 64).scale == (5, 5)
+        assert original.way_back(pickle.loads(pickle.dumps(used)), 64, 64).scale == (5, 5)
+        again: Data = used | {"data": image}
+        p(again)
+    with pipe(letterbox | {"backend": "S[LetterBoxTensor,Python[Halved]]"}, registry=registry) as p:
+        p(changed := {"data": image})
+    graph: Any = {
+        "letterbox": {**letterbox, "backend": "S[LetterBoxTensor,Python[Parts]]", "next": "each"},
+        "each": {"backend": "MapReduce", "jump": "part", "merge": "result,to_original"},
+        "part": {"backend": "ResizeTensor", "resize_h": 8, "resize_w": 8},
+    }
+    registry.register_backend(Parts, "Parts")
+    with pipe(graph, registry=registry) as p:
+        p(parts := {"data": image, "node_name": "letterbox"})
+    assert parts["to_original"] == [None, None]
+    for item, size in ((again, (64, 64)), (changed, (32, 32)), (used, (240, 320))):
+        with pytest.raises(BackendError, match=r"nothing says how.*each image needs a dict of its own"):
+            original.way_back(item, *size)
+    changed["to_original"] = (10.0, 10.0, 0.0, -40.0)  # the backend says so
+    assert original.way_back(changed, 32, 32).scale == (10, 10)
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,7 @@ def test_unknown_way_back_is_an_error_of_its_item(forward: Any) -> None:
     items.append({**letterboxed(INPUT, INPUT), "to_original": "x"})
     good, unknown, invalid = forward(made("YoloBoxes"), [batch], items)
     assert len(good) == 0
+    assert str(unknown).startswith("model model: the image of ")
     assert "nothing says how" in str(unknown)
     assert isinstance(invalid, InvalidRequest)
 

@@ -3,7 +3,8 @@
 Three keys of the dict hold that. ``image_size`` is (height, width) of the original: the decoded image, or without a
 decoder the input of the first backend that changes the geometry. ``to_original`` is (scale_x, scale_y, left, top): a
 point (x, y) of the current image is (x * scale_x + left, y * scale_y + top) of the original. Without it both images are
-the same; ``None`` says that the way is unknown. ``original`` is the image, if a backend keeps it.
+the same; ``None`` says that the way is unknown. A ``Way``, as the backends here write it, does not hold for an image of
+another size than the one it was written for. ``original`` is the image, if a backend keeps it.
 
 Coordinates lie between pixels: 0 is the left side of the first pixel, and the width the right side of the last.
 """
@@ -11,6 +12,7 @@ Coordinates lie between pixels: 0 is the left side of the first pixel, and the w
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,20 @@ KEYS = (TASK_IMAGE_SIZE_KEY, TASK_TO_ORIGINAL_KEY)
 """The keys that tell the way back."""
 
 _SAME = (1.0, 1.0, 0.0, 0.0)
+
+
+class Way(tuple[float, ...]):
+    """The value of ``to_original`` for an image of ``size`` (h, w); any tuple of four numbers equals it."""
+
+    size: Size
+
+    def __new__(cls, numbers: Iterable[float], size: Size) -> Way:
+        way = super().__new__(cls, numbers)
+        way.size = size
+        return way
+
+    def __getnewargs__(self) -> tuple[tuple[float, ...], Size]:
+        return tuple(self), self.size
 
 
 class WayBack(NamedTuple):
@@ -62,18 +78,22 @@ def follow(item: Data, height: int, width: int, placement: Placement) -> None:
     before_y, before_x, below, right = placement.crop or (0, 0, height, width)
     placed_h, placed_w = placement.size
     ratio_x, ratio_y = (right - before_x) / placed_w, (below - before_y) / placed_h
-    item[TASK_TO_ORIGINAL_KEY] = (
+    way = (
         scale_x * ratio_x,
         scale_y * ratio_y,
         left + scale_x * (before_x - placement.left * ratio_x),
         top + scale_y * (before_y - placement.top * ratio_y),
     )
+    item[TASK_TO_ORIGINAL_KEY] = Way(way, placement.canvas or placement.size)
 
 
 def _way_of(item: Data, height: int, width: int) -> tuple[float, ...] | None:
     """The way back from the current image, of this size; ``None`` if it is unknown."""
     if TASK_TO_ORIGINAL_KEY in item:
-        return None if item[TASK_TO_ORIGINAL_KEY] is None else _numbers(item, TASK_TO_ORIGINAL_KEY, 4)
+        way = item[TASK_TO_ORIGINAL_KEY]
+        if way is None or (isinstance(way, Way) and way.size != (height, width)):
+            return None
+        return way if isinstance(way, Way) else _numbers(item, TASK_TO_ORIGINAL_KEY, 4)
     if TASK_IMAGE_SIZE_KEY not in item:
         item[TASK_IMAGE_SIZE_KEY] = height, width
     # An image of another size came from a backend that does not say what it did.
@@ -96,7 +116,8 @@ def way_back(item: Data, height: int, width: int) -> WayBack:
     if way is None:
         raise BackendError(
             f"the image of {size[1]}x{size[0]} pixels became one of {width}x{height}, and nothing says how: a custom "
-            f"backend that changes the geometry writes {TASK_TO_ORIGINAL_KEY!r} = (scale_x, scale_y, left, top)"
+            f"backend that changes the geometry writes {TASK_TO_ORIGINAL_KEY!r} = (scale_x, scale_y, left, top), "
+            "and each image needs a dict of its own"
         )
     scale_x, scale_y, left, top = way
     if not (scale_x > 0 and scale_y > 0):

@@ -39,7 +39,7 @@ from torchpipe_py.backends.model.postprocess.settings import (
 )
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
-from torchpipe_py.errors import BackendError, ConfigError, InvalidRequest, counted
+from torchpipe_py.errors import BackendError, ConfigError, InvalidRequest, counted, prefixed
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_PARAMETERS_KEY
 from torchpipe_py.results import Detections
 from torchpipe_py.values import to_bool, to_float, to_int, to_str, to_strings
@@ -177,8 +177,10 @@ class Detector(Postprocessor):
             try:
                 with np.errstate(all="ignore"):  # numbers that are not finite are reported
                     results.append(self.of_item(own, item, is_reduced))
-            except (InvalidRequest, BackendError) as error:
+            except InvalidRequest as error:
                 results.append(error)
+            except BackendError as error:
+                results.append(prefixed(f"model {self.model}: ", error))
         return results
 
     # -- an item ------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ class Detector(Postprocessor):
 
     def not_a_number(self, what: str) -> BackendError:
         """The error for NaN or infinity among ``what`` of an item."""
-        return BackendError(f"model {self.model}: output {self.output_name!r} has {what} that are not finite numbers")
+        return BackendError(f"output {self.output_name!r} has {what} that are not finite numbers")
 
 
 def best_first(scores: np.ndarray, threshold: float) -> np.ndarray:
