@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,10 @@ def plain(value: Any) -> Any:
     return "NaN" if isinstance(value, float) and math.isnan(value) else value
 
 
+def read(text: str) -> Any:
+    return read_json(text.encode("utf-8", "surrogatepass"))
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_reader, "LONG", 12)
@@ -50,7 +55,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(VALUES, st.sampled_from([None, 1]), st.booleans())
 def test_reads_what_python_reads(value: Any, indent: int | None, is_ascii: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
-    assert plain(read_json(text)) == plain(json.loads(text))
+    assert plain(read(text)) == plain(json.loads(text))
 
 
 @settings(max_examples=500, deadline=None)
@@ -60,9 +65,9 @@ def test_refuses_what_python_refuses(data: st.DataObject, value: Any) -> None:
     at, other = data.draw(st.integers(0, len(text))), data.draw(st.sampled_from(["", *',][{}": 1\0']))
     broken = text[:at] + other + text[at + 1 :]
     outcomes = []
-    for read in (json.loads, lambda text: plain(read_json(text))):
+    for loads in (json.loads, read):
         try:
-            outcomes.append(plain(read(broken)))
+            outcomes.append(plain(loads(broken)))
         except ValueError:
             outcomes.append("refused")
     assert outcomes[0] == outcomes[1]
@@ -75,12 +80,12 @@ def test_malformed_list_of_numbers_is_refused_with_its_place(text: str) -> None:
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
     with pytest.raises(json.JSONDecodeError) as raised:
-        plain(read_json(text))
+        plain(read(text))
     assert abs(raised.value.pos - expected.value.pos) <= 1
 
 
 ESCAPES = st.sampled_from(
-    ["a", "\\\\", '\\"', "\\n", "\\u00e4", "\\ud83d\\ude00", "\\ud83d", "\\ude00", "\\u12", "ü", "\n", '"']
+    [*'aü€"\n\U0001f600\ud83d', "\\\\", '\\"', "\\n", "\\u00e4", "\\ud83d\\ude00", "\\ud83d", "\\ude00", "\\u12"]
 )
 
 
@@ -92,9 +97,9 @@ def test_reads_escapes_across_pieces_as_python_does(parts: list[str]) -> None:
         expected = json.loads(text)
     except json.JSONDecodeError:
         with pytest.raises(json.JSONDecodeError):
-            read_json(text)
+            read(text)
     else:
-        assert read_json(text) == expected
+        assert read(text) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
@@ -105,7 +110,7 @@ def test_gives_other_threads_a_turn_between_bounded_parts(monkeypatch: pytest.Mo
         json_values, "_part", lambda where, kind, numbers: sizes.append(len(numbers)) or part(where, kind, numbers)
     )
     monkeypatch.setattr(json_reader.Turns, "pause", lambda self: pauses.append(1))
-    array = array_from("", dtype, read_json(json.dumps(rows)))
+    array = array_from("", dtype, read(json.dumps(rows)))
     assert array.tolist() == [1] * array.size
     assert max(sizes) <= json_values._PART
     assert len(pauses) >= len(sizes) - 1
@@ -124,22 +129,22 @@ def test_thread_that_reads_for_long_sleeps_in_its_pauses(monkeypatch: pytest.Mon
 
 
 def test_list_of_blanks_is_empty() -> None:
-    assert plain(read_json("[" + " " * 99 + "]")) == []
+    assert plain(read("[" + " " * 99 + "]")) == []
 
 
 def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_reader, "MOST_SINGLE_VALUES", 10)
     with pytest.raises(RequestTooLargeError, match="more than 10 texts and single numbers"):
-        read_json(json.dumps(["a"] * 11))
-    assert len(read_json(json.dumps([["a"] * 5, [1.5] * 1000]))[1].to_list()) == 1000
+        read(json.dumps(["a"] * 11))
+    assert len(read(json.dumps([["a"] * 5, [1.5] * 1000]))[1].to_list()) == 1000
 
 
 @pytest.mark.parametrize("shape", [(90,), (3, 30), (30, 3), (2, 3, 15)])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "bool"])
 def test_nested_numbers_are_the_array(shape: tuple[int, ...], dtype: str) -> None:
     array = np.arange(90).reshape(shape).astype(dtype)
-    read = array_from("", dtype, read_json(json.dumps(array.tolist())))
-    assert (read.dtype, read.tolist()) == (array.dtype, array.ravel().tolist())
+    given = array_from("", dtype, read(json.dumps(array.tolist())))
+    assert (given.dtype, given.tolist()) == (array.dtype, array.ravel().tolist())
 
 
 @pytest.mark.parametrize(
@@ -156,9 +161,9 @@ def test_nested_numbers_are_the_array(shape: tuple[int, ...], dtype: str) -> Non
     ],
 )
 def test_wrong_numbers_are_refused_in_any_piece(data: Any, dtype: str, said: str) -> None:
-    for read in (json.loads, read_json):
+    for loads in (json.loads, read):
         with pytest.raises(InvalidRequest) as raised:
-            array_from("x: ", dtype, read(json.dumps(data)))
+            array_from("x: ", dtype, loads(json.dumps(data)))
         if said.startswith("the data has 1.."):
             assert "256, uint8 has 0..255" in str(raised.value)
         elif "texts" not in said:
@@ -177,10 +182,22 @@ def test_base64_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def test_large_bodies_are_read_by_it() -> None:
     text = json.dumps({"a": "ü", "b": [0.5] * 50_000})
-    for coding in ("utf-8", "utf-8-sig", "utf-16"):
+    for coding in ("utf-8", "utf-8-sig", "utf-16", "utf-32-be"):
         value = parse_json(text.encode(coding))
         assert isinstance(value["b"], Numbers)
         assert plain(value) == json.loads(text)
     for wrong in (b"\xff\xfe" + text.encode(), text.encode() + b"}", b"[" * 60_000 + b" " * 10_000):
         with pytest.raises(InvalidRequest, match="JSON: "):
             parse_json(wrong)
+
+
+def test_large_body_with_wide_characters_stays_as_narrow_as_its_bytes() -> None:
+    text = json.dumps({"a": "\U0001f600", "b": [1] * 50_000, "c": "ü"}, ensure_ascii=False)
+    value = parse_json(text.encode())
+    assert (value["a"], value["c"]) == ("\U0001f600", "ü")
+    assert sys.getsizeof(value["b"]._text) < 1.01 * len(text)
+    with pytest.raises(InvalidRequest, match=rf"Extra data \(char {len(text)}\)"):
+        parse_json((text + "}").encode())
+    for wrong in ("ü".encode("latin-1"), b"\xf0\x9f\x98", b"\x80" * 9):
+        with pytest.raises(InvalidRequest, match=r"JSON: Not UTF-8: .* \(char 7\)"):
+            parse_json(text.encode().replace("\U0001f600".encode(), wrong))

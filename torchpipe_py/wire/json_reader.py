@@ -1,7 +1,8 @@
 """A reader of large JSON that lets other threads run.
 
 Python's reader keeps the GIL until a body is read: 0.1 s for 12 MB. This one reads long texts and long lists of numbers
-in small pieces, the numbers only when their type is known, so that they take no object each.
+in small pieces, the numbers only when their type is known, so that they take no object each. It decodes
+each text by itself and leaves other bytes as they are, since a single emoji would make the whole body as wide.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ TURN_SECONDS, REST_SECONDS = 0.001, 0.0001
 """How long a reader keeps other threads waiting, and how long it sleeps then."""
 _FIRST_PIECE, _LONGEST_PIECE = 2**8, 2**14  # characters of a text with escapes: most are short, so pieces grow
 _ESCAPES = 12  # characters of the longest escape: a pair of surrogates
+_LONGEST_CHARACTER = 4  # bytes
+_CONTINUATION = frozenset(map(chr, range(0x80, 0xC0)))  # bytes of a character after its first
 _PAIR = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _WORD = re.compile(r"[^][{}\",: \t\n\r]*")
@@ -103,11 +106,13 @@ class Numbers:
         return [element for piece in self.pieces() for element in piece]
 
 
-def read_json(text: str) -> Any:
-    """The value, in which long lists of numbers are ``Numbers``.
+def read_json(body: bytes) -> Any:
+    """The value of JSON in UTF-8, in which long lists of numbers are ``Numbers``.
 
-    Raises ``JSONDecodeError``, ``RecursionError``, and ``RequestTooLargeError`` for too many values.
+    Raises ``JSONDecodeError``, whose ``pos`` is a byte, ``RecursionError``, and ``RequestTooLargeError`` for too many
+    values.
     """
+    text = body.decode("latin-1")
     reader = _Reader(text)
     value, at = reader.value(_space(text, 0))
     if _space(text, at) != len(text):
@@ -116,7 +121,7 @@ def read_json(text: str) -> Any:
 
 
 class _Reader:
-    """Each method returns what begins at ``at``, and where it ends."""
+    """Each method returns what begins at ``at``, and where it ends. A character of ``text`` is a byte of UTF-8."""
 
     def __init__(self, text: str) -> None:
         self._text, self._left = text, MOST_SINGLE_VALUES
@@ -141,18 +146,15 @@ class _Reader:
         text, size, parts = self._text, _FIRST_PIECE, []
         quote = text.find('"', at, at + _LONGEST_PIECE)
         if quote == at or (quote > at and text[quote - 1] != "\\"):  # then it ends there
-            return scanstring(text, at)  # type: ignore[no-any-return]
+            return _scan(text, at, quote + 1)
         while at + size < len(text):
-            end = _whole_escapes(text, at, at + size)
-            try:
-                part, read = scanstring(text[at:end] + '"', 0)
-            except JSONDecodeError as error:
-                raise JSONDecodeError(error.msg, "", at + error.pos) from None
+            end = _whole_characters(text, at, _whole_escapes(text, at, at + size))
+            part, read = _scan(text, at, end, '"')
             parts.append(part)
-            if read <= end - at:  # its own end, not the quote behind the piece
-                return "".join(parts), at + read
+            if read <= end:  # its own end, not the quote after the piece
+                return "".join(parts), read
             at, size = end, min(2 * size, _LONGEST_PIECE)
-        part, at = scanstring(text, at)
+        part, at = _scan(text, at, len(text))
         return "".join([*parts, part]), at
 
     def _object(self, at: int) -> tuple[dict[str, Any], int]:
@@ -224,6 +226,37 @@ class _Reader:
 def _space(text: str, at: int) -> int:
     """Where the blanks that begin at ``at`` end."""
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _scan(text: str, at: int, end: int, quote: str = "") -> tuple[str, int]:
+    """The text that begins at ``at``, of ``text`` up to ``end`` with ``quote`` after it, and where it ends."""
+    piece = text[at:end] + quote
+    if piece.isascii():
+        try:
+            part, read = scanstring(piece, 0)
+        except JSONDecodeError as error:
+            raise JSONDecodeError(error.msg, "", at + error.pos) from None
+        return part, at + read
+    try:
+        decoded = piece.encode("latin-1").decode("utf-8", "surrogatepass")
+        part, read = scanstring(decoded, 0)
+    except UnicodeDecodeError as error:
+        raise JSONDecodeError(f"Not UTF-8: {error.reason}", "", at + error.start) from None
+    except JSONDecodeError as error:
+        raise JSONDecodeError(error.msg, "", at + _bytes_of(decoded[: error.pos])) from None
+    return part, at + _bytes_of(decoded[:read])
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _whole_characters(text: str, at: int, end: int) -> int:
+    """The last place up to ``end`` that no character of UTF-8 crosses; ``end`` if this is not UTF-8."""
+    for place in range(end, max(at, end - _LONGEST_CHARACTER), -1):
+        if text[place] not in _CONTINUATION:
+            return place
+    return end
 
 
 def _whole_escapes(text: str, at: int, end: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import math
 import re
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 NUMBER_BYTES = 2
 """The fewest bytes of a number in a list of JSON: a digit and a comma."""
+_BODY_PIECE = 2**16  # bytes of a body that are decoded without a pause
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of a character of UTF-8 after its first
 _BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
 _PART = 2**13  # elements of nested lists that become an array without a pause
 _DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
@@ -67,17 +70,44 @@ def parse_json(body: bytes) -> Any:
     try:
         if len(body) <= SMALL_BYTES:
             return json.loads(body)
-        return read_json(body.decode(json.detect_encoding(body), "surrogatepass"))
+        body = _in_utf8(body)
+        return read_json(body)
     except RecursionError:
         raise InvalidRequest("JSON: nested too deeply") from None
-    except JSONDecodeError as error:
-        raise InvalidRequest(f"JSON: {error.msg} (char {error.pos})") from None
     except InvalidRequest:
         raise
     except ValueError as error:  # no UTF-8 as well
         if body.startswith(b"\x1f\x8b"):
             raise InvalidRequest("JSON: the body is gzip, which needs the header Content-Encoding: gzip") from None
+        if isinstance(error, JSONDecodeError):
+            pos = error.pos if len(body) <= SMALL_BYTES else _characters(body, error.pos)
+            raise InvalidRequest(f"JSON: {error.msg} (char {pos})") from None
         raise InvalidRequest(f"JSON: {error}") from None
+
+
+def _in_utf8(body: bytes) -> bytes:
+    """A body of JSON in UTF-8, without a mark of byte order. Raises ``ValueError`` for one that is not text.
+
+    In pieces, between which other threads get the GIL.
+    """
+    coding = json.detect_encoding(body)
+    if coding == "utf-8":
+        return body
+    if coding == "utf-8-sig":
+        return body[len(codecs.BOM_UTF8) :]
+    pieces, turns = [], Turns()
+    decoder = codecs.getincrementaldecoder(coding)("surrogatepass")
+    for start in range(0, len(body), _BODY_PIECE):
+        text = decoder.decode(body[start : start + _BODY_PIECE], start + _BODY_PIECE >= len(body))
+        pieces.append(text.encode("utf-8", "surrogatepass"))
+        turns.pause()
+    return b"".join(pieces)
+
+
+def _characters(body: bytes, end: int) -> int:
+    """The number of characters in the first bytes of UTF-8."""
+    starts = range(0, end, _BODY_PIECE)
+    return sum(len(body[start : min(start + _BODY_PIECE, end)].translate(None, _CONTINUATION)) for start in starts)
 
 
 def with_lists(parameters: Any) -> Any:
@@ -380,7 +410,10 @@ def _json_of_array(key: str, value: Any, most: Bound | None) -> str:
 
 def json_line(members: Mapping[str, str]) -> bytes:
     """The object as a line of JSON; the values are JSON already."""
-    return utf8_json(f"{{{', '.join([f'{encode_json(key)}: {text}' for key, text in members.items()])}}}\n")
+    # NOTE: each by itself, since a wide character would widen all of a long text.
+    return b"{%b}\n" % b", ".join(
+        [utf8_json(f"{encode_json(key)}: ") + utf8_json(text) for key, text in members.items()]
+    )
 
 
 def label_line(value: tuple[Any, Any]) -> bytes:
