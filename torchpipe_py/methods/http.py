@@ -96,7 +96,9 @@ class HttpHandler:
                 picture = picture_of(value, color if isinstance(color, str) else "", accepted.kind)
                 if picture is not None:
                     picture.check(self._reply)
-                    answer = HttpAnswer(200, picture.kind, b"", make=partial(picture.encode, self._reply))
+                    answer = HttpAnswer(
+                        200, picture.kind, b"", make=partial(picture.encode, self._reply), size=picture.size
+                    )
                     return answer if picture.size > SMALL_BYTES else answer.made()
             accepted.check_json("the result is not one image, H x W x 3 or H x W of uint8")
         return HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))

@@ -33,6 +33,7 @@ class HttpAnswer(NamedTuple):
     """An answer: ``kind`` is the body's type, ``headers`` are sent beside it and the length.
 
     ``make``, if there is one, makes the body, which takes long: it is called on another thread than the event loop's.
+    ``size`` is the number of bytes that it keeps in memory until then.
     """
 
     status: int
@@ -40,10 +41,16 @@ class HttpAnswer(NamedTuple):
     body: bytes
     headers: Mapping[str, str] = {}
     make: Callable[[], bytes] | None = None
+    size: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it keeps in memory."""
+        return self.size + len(self.body)
 
     def made(self) -> HttpAnswer:
         """The answer with its body. Raises what ``make`` raises."""
-        return self if self.make is None else self._replace(body=self.make(), make=None)
+        return self if self.make is None else self._replace(body=self.make(), make=None, size=0)
 
 
 class HttpRequest:
@@ -142,7 +149,7 @@ class HttpRequest:
 
         Raises ``ValueError`` for a header field that would end its line, or is not Latin-1.
         """
-        status, kind, body, own, _ = answer
+        status, kind, body, own = answer[:4]
         head = b"%b%d\r\nDate: %b\r\n" % (_start_of_head(status, kind), len(body), _date(int(time())))
         for fields in (own, more):
             if fields:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
 from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
@@ -11,7 +13,7 @@ from typing import Any, Protocol
 from torchpipe_py import DeadlineExceeded
 from torchpipe_py.serving import Cancellable, HttpRequest, Method
 from torchpipe_server.front.loop import Loop, call_from_any_thread
-from torchpipe_server.front.reader import Reader, Reading
+from torchpipe_server.front.reader import Job, Reader
 
 
 class CallState(Enum):
@@ -46,11 +48,12 @@ class Call:
     ``done`` is for any thread, the rest for the loop's. ``message`` is what the answer needs of the request. ``size``
     is the number of bytes that it keeps in memory, ``began`` the time by ``monotonic`` when its message was complete.
     ``inflating`` is there while its body is inflated aside, ``reading`` while another thread has to read it, ``ticket``
-    while it runs, and ``timer`` while it has a deadline.
+    while it runs, ``writing`` once another thread has to encode its answer, and ``timer`` while it has a deadline.
     """
 
     __slots__ = (
         "began", "caller", "inflating", "message", "reading", "request_id", "size", "state", "ticket", "timer",
+        "writing",
     )  # fmt: skip
 
     def __init__(self, caller: Caller, message: Any = None, size: int = 0) -> None:
@@ -59,8 +62,9 @@ class Call:
         self.began = monotonic()
         self.request_id = ""
         self.inflating: asyncio.Task[None] | None = None
-        self.reading: Reading | None = None
+        self.reading: Job | None = None
         self.ticket: Cancellable | None = None
+        self.writing: Job | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: Loop, method: Method, args: Any, is_logged: bool) -> None:
@@ -132,11 +136,22 @@ class Call:
         """Answer with the result, or with an exception."""
         self.caller.reply(self, result)
 
+    def write_aside(self, writer: Executor, size: int, encode: Callable[[], None]) -> None:
+        """Encode an answer made of ``size`` bytes on the thread of ``writer``.
+
+        ``DeadlineExceeded`` is the answer if it still waits there at the call's deadline, and raised after it.
+        """
+        if self.ticket is not None and self.ticket.deadline is not None and perf_counter() >= self.ticket.deadline:
+            raise _late()
+        self.writing = Job(size, encode)
+        with suppress(RuntimeError):  # after ``close``, when another process answers
+            writer.submit(self.writing.run)
+
     def settle(self) -> None:
         """Release the ticket and the timer: the client's side has the answer."""
         if self.timer is not None:
             self.timer.cancel()
-        self.reading = self.ticket = self.timer = None
+        self.reading = self.ticket = self.writing = self.timer = None
         self.state = ANSWERED
 
     def cancel(self) -> None:
@@ -149,10 +164,10 @@ class Call:
 
     def abandon(self) -> None:
         """Discard the answer that the pipe is going to give: another process answers the client."""
-        for pending in (self.inflating, self.timer):
+        for pending in (self.inflating, self.timer, self.writing):
             if pending is not None:
                 pending.cancel()
-        self.inflating = self.ticket = self.timer = None
+        self.inflating = self.ticket = self.writing = self.timer = None
         if self.state is not ANSWERED:
             self.state = DROPPED
         if self.reading is not None:
@@ -161,8 +176,11 @@ class Call:
             self.reading = None
 
     def _expire(self) -> None:
-        ticket, self.timer = self.ticket, None
-        if ticket is not None:
+        ticket, writing, self.timer = self.ticket, self.writing, None
+        if writing is not None:
+            if writing.cancel():
+                self.done(_late())
+        elif ticket is not None:
             ticket.cancel(_late())
 
 

@@ -12,9 +12,10 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from torchpipe_py import DeadlineExceeded, Overloaded
-from torchpipe_py.serving import OK, SMALL_BYTES, HttpRequest, Method, StreamSource, compression, counted
+from torchpipe_py.serving import OK, SMALL_BYTES, HttpAnswer, HttpRequest, Method, StreamSource, compression, counted
 from torchpipe_server.front.call import UNREAD, WAITING, Call
 from torchpipe_server.front.journal import Entry
+from torchpipe_server.front.loop import call_from_any_thread
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION
@@ -330,9 +331,20 @@ class Connection(asyncio.BufferedProtocol):
         """Encode the answer and pass it to the loop; for any thread."""
         assert self.service is not None
         if self.service.takes_long(call.message, result):
-            self.owner.encode_aside(self._encode, call, result)
+            call_from_any_thread(self.owner.loop, self._reply_aside, call, result)
         else:
             self._encode(call, result)
+
+    def _reply_aside(self, call: Call, result: HttpAnswer) -> None:
+        """Have another thread encode an answer that takes long, if there is room for it until then."""
+        if self.call is not call:  # the connection was closed meanwhile
+            return
+        size = result.held_bytes
+        try:
+            self._hold(call.size + size)
+            call.write_aside(self.owner.writer, size, partial(self._encode, call, result))
+        except (Overloaded, DeadlineExceeded) as error:
+            self._refuse_call(call, error)
 
     def _encode(self, call: Call, result: Any) -> None:
         assert self.service is not None

@@ -1,4 +1,4 @@
-"""Threads that read messages which take long, so that the event loop does not."""
+"""Work on long messages on other threads than the event loop's, and the threads that read them."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ FASTEST = 1e-9
 _WEIGHT = 0.5  # of the message that was read last
 
 
-class Reading(Future[Any]):
-    """A message of ``size`` bytes that waits, or is being read.
+class Job(Future[Any]):
+    """A message of ``size`` bytes that waits for a thread, or is being read or written there.
 
     ``cancel`` drops one that waits, with all that it keeps in memory.
     """
 
-    def __init__(self, size: int, read: Callable[[], Any]) -> None:
+    def __init__(self, size: int, work: Callable[[], Any]) -> None:
         super().__init__()
         self.size = size
-        self._read: Callable[[], Any] | None = read
+        self._work: Callable[[], Any] | None = work
 
     def cancel(self) -> bool:
-        """Drop it; returns ``False`` if it is being read, or was."""
+        """Drop it; returns ``False`` if its work has begun."""
         if not super().cancel():
             return False
-        self._read = None
+        self._work = None
         return True
 
     def run(self) -> None:
-        """Read it, unless it was dropped."""
+        """Do the work, unless it was dropped."""
         if self.set_running_or_notify_cancel():
-            read, self._read = self._read, None
-            assert read is not None
+            work, self._work = self._work, None
+            assert work is not None
             try:
-                result = read()
+                result = work()
             except BaseException as error:  # others' messages wait
                 self.set_exception(error)
             else:
@@ -66,7 +66,7 @@ class _Lane:
         """Seconds that a message of ``size`` would wait, and be read."""
         return self._bytes * self._pace, size * self._pace
 
-    def submit(self, reading: Reading) -> None:
+    def submit(self, reading: Job) -> None:
         with self._lock:
             self._bytes += reading.size
         reading.add_done_callback(self._leave)
@@ -76,7 +76,7 @@ class _Lane:
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, reading: Reading) -> None:
+    def _run(self, reading: Job) -> None:
         start = perf_counter()
         reading.run()
         if not reading.cancelled():
@@ -113,9 +113,9 @@ class Reader:
             text = f"a message of {size} bytes waits {1000 * wait:.0f} ms to be read, and may wait {1000 * most:.0f} ms"
             raise Overloaded(text, max(1, math.ceil(1000 * wait)))
 
-    def submit(self, size: int, read: Callable[..., Any], *args: Any) -> Reading:
+    def submit(self, size: int, read: Callable[..., Any], *args: Any) -> Job:
         """Have ``read(*args)`` called for a message of ``size`` bytes."""
-        reading = Reading(size, lambda: read(*args))
+        reading = Job(size, lambda: read(*args))
         self._lane(size).submit(reading)
         return reading
 

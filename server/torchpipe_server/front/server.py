@@ -8,9 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from time import monotonic, perf_counter, sleep
-from typing import Any
 
 from torchpipe_py import Overloaded, TorchpipeError
 from torchpipe_py.serving import HttpRequest, QueueTarget, compression, counted, deadline_ms_of, limited_ms
@@ -60,7 +58,7 @@ class Server:
         target.set(None if options.queue_target_ms < 0 else options.queue_target_ms / 1000)
         self.reader = Reader(target)
         self.inflating = compression.InflateQueue(self.reader.executor)
-        self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that compression takes one core at most
+        self.writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that images and compression take one core at most
         self._ending_until: float | None = None
         self.is_draining = False
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
@@ -136,11 +134,6 @@ class Server:
         """Seconds to the request's deadline, as far as that is known before its body is read."""
         limit = limited_ms(deadline_ms_of(request), self.options.deadline_ms)
         return None if limit is None else limit / 1000 - (perf_counter() - (request.arrived or 0.0))
-
-    def encode_aside(self, encode: Callable[[Call, Any], None], call: Call, result: Any) -> None:
-        """Encode an answer on another thread, since that takes long; for any thread."""
-        with suppress(RuntimeError):  # after ``close``, when another process answers
-            self._writer.submit(encode, call, result)
 
     def schedule(self, connection: Connection) -> None:
         """Have the connection advance once all connections with input have been read.
@@ -218,7 +211,7 @@ class Server:
                 self._connections.discard(connection)
         self._stop_ticks()
         self.reader.close()
-        self._writer.shutdown(wait=False, cancel_futures=True)
+        self.writer.shutdown(wait=False, cancel_futures=True)
         return not busy
 
     # -- the clock ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from torchpipe_server.front.call import ANSWERED, DROPPED, RUNNING, WAITING, Call
-from torchpipe_server.front.reader import Reader, Reading
+from torchpipe_server.front.reader import Job, Reader
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest
 from torchpipe_py.methods.routes import Cancellable, Method
@@ -107,13 +107,13 @@ class SteeredReader(Reader):
     """Reads what it is given when a test says so."""
 
     def __init__(self) -> None:
-        self.waiting: list[Reading] = []
+        self.waiting: list[Job] = []
 
     def check(self, size: int) -> None:
         """It refuses nothing."""
 
-    def submit(self, size: int, read: Any, *args: Any) -> Reading:
-        self.waiting.append(Reading(size, lambda: read(*args)))
+    def submit(self, size: int, read: Any, *args: Any) -> Job:
+        self.waiting.append(Job(size, lambda: read(*args)))
         return self.waiting[-1]
 
     def run(self) -> None:

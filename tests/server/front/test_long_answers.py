@@ -1,0 +1,77 @@
+"""Answers over HTTP that another thread encodes: their bytes, their deadlines, and clients that leave meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from conftest import encode, picture
+from kit.clients import connect
+from kit.services import LocalServer, serving
+from kit.waits import WAIT, eventually
+
+from torchpipe_py.wire.pictures import Picture
+
+SIZE = 200 * 150 * 3
+IMAGE = encode(picture(200, 150))
+
+
+class Held:
+    """Holds each image that is encoded until a test lets it go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        encode = Picture.encode
+        self.begun, self.go_on = threading.Semaphore(0), threading.Event()
+
+        def encode_later(*args: Any) -> Any:
+            self.begun.release()
+            assert self.go_on.wait(WAIT)
+            return encode(*args)
+
+        monkeypatch.setattr(Picture, "encode", encode_later)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    made = Held(monkeypatch)
+    yield made
+    made.go_on.set()
+
+
+def ask(stack: ExitStack, server: LocalServer, *fields: str) -> Any:
+    """A connection whose request asks for an image."""
+    sock = stack.enter_context(connect(server.port))
+    sock.settimeout(WAIT)
+    head = ["POST /infer HTTP/1.1", "Host: x", "Accept: image/png", f"Content-Length: {len(IMAGE)}", *fields]
+    sock.sendall("\r\n".join([*head, "", ""]).encode() + IMAGE)
+    return sock
+
+
+def writing(server: LocalServer) -> int:
+    return sum(one.call is not None and one.call.writing is not None for one in server.connections())
+
+
+def test_images_that_wait_to_be_encoded_are_bounded_and_dropped_when_late_or_unwanted(held: Held) -> None:
+    with serving("DecodeMat", max_held_bytes=3 * SIZE) as server, ExitStack() as stack:
+        first = ask(stack, server)
+        assert held.begun.acquire(timeout=WAIT)
+        late = ask(stack, server, "X-Deadline-Ms: 500").recv(2**16)
+        assert late.startswith(b"HTTP/1.1 504 ")
+        assert b"deadline_exceeded" in late
+        leaver = ask(stack, server)
+        eventually(lambda: writing(server) == 2)
+        refused = ask(stack, server).recv(2**16)
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        assert b"bytes of unanswered messages" in refused
+        leaver.close()
+        eventually(lambda: server.server.connections == 3)
+        last = ask(stack, server)  # there is room again
+        eventually(lambda: writing(server) == 2)
+        held.go_on.set()
+        for sock in (first, last):
+            assert sock.recv(9) == b"HTTP/1.1 "
+        assert held.begun.acquire(timeout=WAIT)
+        assert not held.begun.acquire(blocking=False), "an image was encoded in vain"
