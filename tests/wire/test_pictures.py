@@ -11,7 +11,7 @@ import torch
 
 from torchpipe_py.errors import NoResult
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
-from torchpipe_py.wire.pictures import JPEG, PNG, Accepted, NotAcceptableError, Picture, accepted_image, picture_of
+from torchpipe_py.wire.pictures import JPEG, PNG, NotAcceptableError, Picture, accepted_image, picture_of
 
 MOST = Bound(2**20, "--max-reply-bytes")
 PIXELS = np.arange(2 * 5 * 3, dtype="u1").reshape(2, 5, 3)
@@ -43,7 +43,28 @@ PIXELS = np.arange(2 * 5 * 3, dtype="u1").reshape(2, 5, 3)
     ],
 )
 def test_accepted_image_is_the_preferred_one(accept: str, kind: str, is_only: bool) -> None:
-    assert accepted_image(accept) == Accepted(kind, is_only)
+    accepted = accepted_image(accept)
+    assert accepted is not None
+    assert (accepted.kinds[0], accepted.is_only) == (kind, is_only)
+
+
+def test_file_is_sent_as_any_of_the_accepted_types() -> None:
+    files = {PNG: cv2.imencode(".png", PIXELS)[1].tobytes(), JPEG: cv2.imencode(".jpg", PIXELS)[1].tobytes()}
+    sent = {
+        "image/*": (PNG, JPEG),
+        "image/png, image/jpeg": (PNG, JPEG),
+        "image/jpeg, image/png;q=0.5": (PNG, JPEG),
+        "image/png, image/*;q=0.1": (PNG, JPEG),
+        "image/png": (PNG,),
+        "image/*, image/png;q=0": (JPEG,),
+        "image/png, application/json;q=0.5, image/jpeg;q=0.1": (PNG,),
+    }
+    for accept, kinds in sent.items():
+        accepted = accepted_image(accept)
+        assert accepted is not None
+        pictures = {kind: picture_of(file, "", accepted.kinds) for kind, file in files.items()}
+        assert tuple(kind for kind, picture in pictures.items() if picture is not None) == kinds, accept
+        assert all(picture is None or picture.kind == kind for kind, picture in pictures.items()), accept
 
 
 @pytest.mark.parametrize(
@@ -84,7 +105,7 @@ def test_images_of_other_types_are_not_acceptable(accept: str) -> None:
     ],
 )
 def test_image_is_a_file_of_the_same_pixels(value: Any, color: str, expected: np.ndarray) -> None:
-    picture, jpeg = picture_of(value, color, "image/png"), picture_of(value, color, "image/jpeg")
+    picture, jpeg = picture_of(value, color, ["image/png"]), picture_of(value, color, ["image/jpeg"])
     assert picture is not None
     assert jpeg is not None
     found = cv2.imdecode(np.frombuffer(picture.encode(MOST), "u1"), cv2.IMREAD_UNCHANGED)
@@ -102,7 +123,7 @@ def test_image_is_a_file_of_the_same_pixels(value: Any, color: str, expected: np
     ],
 )  # fmt: skip
 def test_other_values_are_no_image(value: Any) -> None:
-    assert picture_of(value, "", "image/png") is None
+    assert picture_of(value, "", ["image/png"]) is None
 
 
 def test_too_wide_image_is_not_a_jpeg() -> None:
@@ -124,7 +145,7 @@ def test_the_bound_of_a_file_is_below_any_file(kind: str, shape: tuple[int, ...]
 
 def test_file_beyond_the_limit_is_too_large() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), "u1")
-    picture = picture_of(noise, "", "image/png")
+    picture = picture_of(noise, "", ["image/png"])
     assert picture is not None
     size = len(picture.encode(MOST))
     assert len(picture.encode(Bound(size, MOST.name))) == size
@@ -136,12 +157,12 @@ def test_file_of_the_kind_is_passed_on() -> None:
     pixels = np.zeros((2, 3, 3), np.uint8)
     for kind, other, ending in ((PNG, JPEG, ".png"), (JPEG, PNG, ".jpg")):
         file = cv2.imencode(ending, pixels)[1].tobytes()
-        picture = picture_of(file, "rgb", kind)
+        picture = picture_of(file, "rgb", [kind])
         assert picture is not None
         assert picture.size == len(file)
         picture.check(MOST)
         assert picture.encode(MOST) == file
         with pytest.raises(ReplyTooLargeError):
             picture.encode(Bound(len(file) - 1, MOST.name))
-        assert picture_of(file, "", other) is None
-    assert picture_of(b"", "", PNG) is None
+        assert picture_of(file, "", [other]) is None
+    assert picture_of(b"", "", [PNG]) is None

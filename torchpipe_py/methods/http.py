@@ -93,7 +93,7 @@ class HttpHandler:
         if accepted is not None:
             if len(asked.keys) == 1:
                 value, color = root.output(data, asked.keys[0]), data.get(TASK_COLOR_KEY)
-                picture = picture_of(value, color if isinstance(color, str) else "", accepted.kind)
+                picture = picture_of(value, color if isinstance(color, str) else "", accepted.kinds)
                 if picture is not None:
                     picture.check(self._reply)
                     answer = HttpAnswer(

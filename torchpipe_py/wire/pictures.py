@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,9 @@ class NotAcceptableError(NoResult):
 
 
 class Accepted(NamedTuple):
-    """The kind of file that a client prefers to JSON. ``is_only``: it takes no JSON in place of it."""
+    """The kinds of files that a client prefers to JSON, the best first. ``is_only``: it takes no JSON instead."""
 
-    kind: str
+    kinds: tuple[str, ...]
     is_only: bool
 
     def check_json(self, what: str) -> None:
@@ -40,7 +41,7 @@ class Accepted(NamedTuple):
 
 
 def accepted_image(accept: str) -> Accepted | None:
-    """The image that a request's ``Accept`` prefers; ``None`` where it does not, or prefers JSON.
+    """The kinds of images that a request's ``Accept`` prefers; ``None`` if it names none, or prefers JSON.
 
     A type's weight is that of its own name, or else of ``image/*``, or else of ``*/*``. Raises ``NotAcceptableError``
     if it names images, but neither ours nor JSON.
@@ -53,19 +54,14 @@ def accepted_image(accept: str) -> Accepted | None:
         name, *parameters = (piece.strip() for piece in part.split(";"))
         weights.setdefault(name, _weight(parameters))
     json = _weight_of(weights, (_JSON, "application/*", "*/*"))
-    best, most = "", 0.0
-    places = [*weights]
-    named = [(kind, name) for kind, names in _NAMES.items() for name in names if name in weights]
-    # By their order in the header, and then what only ``image/*`` stands for.
-    for kind, name in sorted(named, key=lambda pair: places.index(pair[1])):
-        if weights[name] > most:
-            best, most = kind, weights[name]
-    others = [kind for kind in _NAMES if kind not in dict(named)]
-    if others and weights.get("image/*", 0.0) > most:
-        best, most = others[0], weights["image/*"]
-    if not best and not json and any(weight for name, weight in weights.items() if name.startswith("image/")):
+    # By their order in the header, and then those that only ``image/*`` stands for.
+    named = {kind: weight for name, weight in weights.items() for kind in _NAMES if name in _NAMES[kind]}
+    images = named | {kind: weights.get("image/*", 0.0) for kind in _NAMES if kind not in named}
+    kinds = sorted((kind for kind in images if images[kind]), key=images.__getitem__, reverse=True)
+    if not kinds and not json and any(weight for name, weight in weights.items() if name.startswith("image/")):
         raise NotAcceptableError(f"Accept names neither {PNG} nor {JPEG}, nor {_JSON}: a result is one of these")
-    return Accepted(best, not json) if best and most >= json else None
+    preferred = tuple(kind for kind in kinds if images[kind] >= json)
+    return Accepted(preferred, not json) if preferred else None
 
 
 def _weight_of(weights: dict[str, float], names: tuple[str, ...]) -> float:
@@ -131,17 +127,18 @@ class Picture(NamedTuple):
         return file.tobytes()
 
 
-def picture_of(value: Any, color: str, kind: str) -> Picture | None:
-    """An array H×W×3, H×W×1 or H×W of ``uint8``, perhaps with a first dimension of 1, or a file of this kind.
+def picture_of(value: Any, color: str, kinds: Sequence[str]) -> Picture | None:
+    """An array H×W×3, H×W×1 or H×W of ``uint8``, perhaps with a first dimension of 1, as a file of the first kind.
 
-    ``None`` for any other value.
+    A file of any of these kinds is sent as it is. ``None`` for any other value.
     """
-    if isinstance(value, bytes) and value.startswith(_STARTS[kind]):
-        return Picture(value, (len(value),), "", kind)
+    if isinstance(value, bytes):
+        kind = next((kind for kind in kinds if value.startswith(_STARTS[kind])), "")
+        return Picture(value, (len(value),), "", kind) if kind else None
     if not is_array(value) or str(value.dtype).removeprefix("torch.") != "uint8":
         return None
     shape = tuple(value.shape)
     if shape[:1] == (1,) and (len(shape) == 4 or (len(shape) == 3 and shape[2] not in (1, 3))):
         shape = shape[1:]
     is_picture = len(shape) >= 2 and shape[2:] in ((), (1,), (3,)) and 0 not in shape
-    return Picture(value, shape, color, kind) if is_picture else None
+    return Picture(value, shape, color, kinds[0]) if is_picture else None
