@@ -12,6 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchpipe_py import Detections, NoResult
+from torchpipe_py.backends.signature import Signature, detection_outputs
+from torchpipe_py.methods.oip.requests import InferRequest, Wanted
+from torchpipe_py.methods.oip.results import outputs_of
+from torchpipe_py.methods.roots import Root
+from torchpipe_py.ray.columns import columns_of
 from torchpipe_py.wire import detections
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.json_values import json_line, to_json
@@ -115,3 +120,19 @@ def test_items_without_detections_fit_any_number_of_keypoints(first: int) -> Non
 def test_items_with_masks_and_without_make_no_batch() -> None:
     with pytest.raises(NoResult, match="items with masks and items without"):
         detections.tensors_of("result", [found(1, masks=([],)), found(1)])
+
+
+def test_only_the_arrays_that_are_asked_for_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(detections, "png_of", lambda mask: made.append("masks") or b"")
+    monkeypatch.setattr(Detections, "labels", property(lambda self: made.append("labels") or ["a"]))
+    value = found(1, names=("a",), masks=(np.ones((2, 2), bool),))
+    item = {"result": value}
+    root = Root(Signature((), detection_outputs(has_labels=True, has_masks=True)))
+    column = next(column for column in columns_of("result", [found(1)]) if column.name == "boxes")
+    asked = InferRequest(None, [item], [Wanted("boxes", False, 0)], False, None, None)
+    for boxes in (root.output(item, "boxes"), column.value(value), outputs_of([item], asked, root.outputs)[0][0].data):
+        assert np.array_equal(boxes, value.boxes)
+    assert made == []
+    assert root.output(item, "labels").tolist() == ["a"]
+    assert made == ["labels"]

@@ -87,13 +87,13 @@ class Root:
     def output(self, data: Mapping[str, Any], key: str) -> Any:
         """The value of an output: one of the model's own by its name, or else what is under this key of the dict.
 
-        ``Detections`` have those that ``tensors_of`` gives. Without a result, raises the error that explains why.
+        ``Detections`` have those that ``fields_of`` names. Without a result, raises the error that explains why.
         """
         index, count = self._of_output.get(key), len(self._of_output)
         if key in detections.FIELDS and (index is not None or key not in data):
             result = data.get(TASK_RESULT_KEY)
-            if isinstance(result, Detections) and key in (tensors := detections.tensors_of(TASK_RESULT_KEY, [result])):
-                return tensors[key]
+            if isinstance(result, Detections) and key in detections.fields_of([result]):
+                return detections.tensor_of(TASK_RESULT_KEY, [result], key)
         if index is None:
             return output_of(data, key, self._of_output)
         result = output_of(data, TASK_RESULT_KEY)

@@ -13,7 +13,7 @@ from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.errors import counted
 from torchpipe_py.results import Detections
 from torchpipe_py.wire import answers
-from torchpipe_py.wire.detections import tensors_of
+from torchpipe_py.wire.detections import FIELDS, fields_of, tensor_of, tensors_of
 from torchpipe_py.wire.json_values import json_plain
 from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score
 
@@ -76,8 +76,7 @@ def columns_of(key: str, written: Sequence[Any], prefix: str = "") -> list[Colum
     if all(isinstance(each, Detections) for each in written):
         return [
             Column(f"{prefix}{name}", key, _field_of(name, tensor), object, (), _field(tensor[:0]))
-            for name, tensor in tensors_of(key, written).items()
-            if name != "offsets"
+            for name, tensor in tensors_of(key, written, [name for name in FIELDS if name != "offsets"]).items()
         ]
     if all(are_arrays(each) and len(each) == len(first) for each in written):
         return [
@@ -116,10 +115,11 @@ def _field_of(name: str, tried: np.ndarray) -> Read:
     def read(given: Any) -> Any:
         if not isinstance(given, Detections):
             raise ValueError(f"expected Detections, got {_kind(given)}")
-        tensor = tensors_of("result", [given]).get(name)
-        if tensor is None and len(given):
+        if name in fields_of([given]):
+            return _field(tensor_of("result", [given], name))
+        if len(given):
             raise ValueError(f"expected detections with {name}, got some without")
-        return _field(tried[:0] if tensor is None else tensor)
+        return _field(tried[:0])
 
     return read
 

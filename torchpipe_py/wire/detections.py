@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,37 +102,46 @@ def png_of(mask: Any) -> bytes | None:
     return file
 
 
-def tensors_of(key: str, items: Sequence[Detections]) -> dict[str, Any]:
-    """The arrays of all items' detections by ``FIELDS``, one item's rows after the other's.
+def fields_of(items: Sequence[Detections]) -> list[str]:
+    """The ``FIELDS`` that these items' detections have."""
+    lacking = {
+        "labels": not any(found.names for found in items),
+        "keypoints": all(found.keypoints is None for found in items),
+        "masks": all(found.masks is None for found in items),
+    }
+    return [field for field in FIELDS if not lacking.get(field)]
+
+
+def tensors_of(key: str, items: Sequence[Detections], fields: Collection[str] = FIELDS) -> dict[str, Any]:
+    """The arrays of all items' detections by ``fields``, as far as they have them: see ``tensor_of``."""
+    return {field: tensor_of(key, items, field) for field in fields_of(items) if field in fields}
+
+
+def tensor_of(key: str, items: Sequence[Detections], field: str) -> np.ndarray:
+    """The array of all items' detections of this one of ``fields_of``, one item's rows after the other's.
 
     The detections of item ``i`` are the rows from ``offsets[i]`` to before ``offsets[i + 1]``. A mask is a PNG file, or
-    a text of JSON.
-    ``NoResult`` if some items have keypoints or masks and others lack them.
+    a text of JSON. ``NoResult`` if some items have keypoints or masks and others lack them.
     """
     offsets = np.cumsum([0, *map(len, items)])
-    tensors: dict[str, Any] = {
-        "boxes": np.concatenate([found.boxes for found in items]),
-        "scores": np.concatenate([found.scores for found in items]),
-        "classes": np.concatenate([found.classes for found in items]),
-    }
-    if any(found.names for found in items):
+    if field == "offsets":
+        return offsets.astype(np.int64)
+    if field == "labels":
         labels = [str(label) for found in items for label in found.labels]
-        tensors["labels"] = array_of_texts("", [len(labels)], labels)
-    points = [found.keypoints for found in items if found.keypoints is not None]
-    if points:
+        return array_of_texts("", [len(labels)], labels)
+    if field == "keypoints":
+        points = [found.keypoints for found in items if found.keypoints is not None]
         # Items without a detection may say nothing of keypoints.
         if sum(map(len, points)) < offsets[-1] or len({each.shape[1] for each in points if len(each)}) > 1:
             raise NoResult(f"{key!r}: items with different numbers of keypoints make no batch; send such items singly")
-        tensors["keypoints"] = np.concatenate(
-            [each for each in points if len(each)] or [max(points, key=lambda each: each.shape[1])]
-        )
-    masks = [found.masks for found in items if found.masks is not None]
-    if masks:
+        return np.concatenate([each for each in points if len(each)] or [max(points, key=lambda each: each.shape[1])])
+    if field == "masks":
+        masks = [found.masks for found in items if found.masks is not None]
         if sum(map(len, masks)) < offsets[-1]:
             raise NoResult(f"{key!r}: items with masks and items without make no batch; send such items singly")
         files = [_file_or_json(key, mask) for each in masks for mask in each]
-        tensors["masks"] = array_of_texts("", [len(files)], files)
-    return {**tensors, "offsets": offsets.astype(np.int64)}
+        return array_of_texts("", [len(files)], files)
+    return np.concatenate([getattr(found, field) for found in items])
 
 
 def _file_or_json(key: str, mask: Any) -> bytes | str:

@@ -39,20 +39,26 @@ def outputs_of(
 ) -> list[tuple[Output, bool]]:
     """The tensors of the answer, and whether each is binary. ``specs`` declare the pipe's result."""
     names = [spec.name for spec in specs]
-    made: dict[str, Output] = {}
-    if all(RESULT in item for item in items):
-        made = {output.name: output for output in _of_results([item[RESULT] for item in items], names)}
+    wanted = [output.name for output in request.outputs]
+    values = [item[RESULT] for item in items] if all(RESULT in item for item in items) else []
+    are_detections = bool(values) and all(isinstance(value, Detections) for value in values)
+    if are_detections:
+        tensors = detections.tensors_of(RESULT, values, wanted or detections.FIELDS)
+        made = {name: _joined(name, [tensor]) for name, tensor in tensors.items()}
+    else:
+        made = {output.name: output for output in _of_results(values, names)} if values else {}
     if not request.outputs:
         return [(output, request.is_binary) for output in made.values()]
     outputs = []
     for name, is_binary, classes in request.outputs:
         output = made.get(name)
         if output is None and any(name not in item for item in items):
-            raise InvalidRequest(f"no output {name[:40]!r}; {nearest(name[:40], list(made) or names or [RESULT])}")
+            known = detections.fields_of(values) if are_detections else list(made) or names or [RESULT]
+            raise InvalidRequest(f"no output {name[:40]!r}; {nearest(name[:40], known)}")
         output = output or to_output(name, [item[name] for item in items])
         if classes:
             labels = next((spec.labels for spec in specs if spec.name == name), ())
-            is_labelled = made.keys() == {"label", "score"} or "offsets" in made
+            is_labelled = made.keys() == {"label", "score"} or are_detections
             output = _best_classes(output, len(items), classes, labels, is_labelled)
         outputs.append((output, is_binary))
     return outputs
@@ -92,12 +98,7 @@ def _largest(row: np.ndarray, count: int) -> np.ndarray:
 
 
 def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
-    """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``.
-
-    Detections are those of ``tensors_of``.
-    """
-    if all(isinstance(value, Detections) for value in values):
-        return [_joined(name, [tensor]) for name, tensor in detections.tensors_of(RESULT, values).items()]
+    """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``."""
     if all(map(is_label_and_score, values)):
         return _labelled([[value] for value in values], [len(values)])
     if _are_rankings(values, names):
