@@ -30,18 +30,29 @@ Lines = Callable[[], Iterator[bytes]]
 
 @dataclass
 class Column:
-    """A column of a table: the types of its values, and the one data type and shape of its arrays, if they have one."""
+    """A column of a table: the types of its values, and the one data type and shape of its arrays, if they have one.
+
+    ``is_exact``: as ``float64`` its integers are the same numbers.
+    """
 
     types: set[type] = field(default_factory=set)
     arrays: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    is_exact: bool = True
 
     def see(self, value: Any) -> None:
         """Take account of a value."""
         is_huge = type(value) is int and not -(2**63) <= value < 2**63
         self.types.add(object if is_huge else type(value))
+        if type(value) is int and not -(2**53) <= value <= 2**53:
+            self.is_exact = False
         if isinstance(value, dict):
             is_array = value.keys() == {"dtype", "shape", "data"}
             self.arrays.add((value["dtype"], tuple(value["shape"])) if is_array else ("", ()))
+
+    @property
+    def is_number(self) -> bool:
+        """Whether all values are numbers that one data type of Arrow holds."""
+        return self.types == {int} or (bool(self.types) and self.types <= {int, float} and self.is_exact)
 
     @property
     def array(self) -> str:
@@ -132,7 +143,7 @@ def _arrow_type(pyarrow: Any, column: Column) -> Any:
         return pyarrow.bool_()
     if column.types == {int}:
         return pyarrow.int64()
-    return pyarrow.float64() if column.types and column.types <= {int, float} else pyarrow.string()
+    return pyarrow.float64() if column.is_number else pyarrow.string()
 
 
 def _value(value: Any, column: Column) -> Any:
@@ -140,7 +151,7 @@ def _value(value: Any, column: Column) -> Any:
         return None
     if column.array:
         return np.array(value["data"], column.array)
-    if column.types == {bool} or column.types <= {int, float}:
+    if column.types == {bool} or column.is_number:
         return value
     text = value if column.types == {str} else json.dumps(value, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode()
