@@ -92,5 +92,5 @@ class Journal(journal.Journal):
 
 
 command.Journal = Journal  # type: ignore[misc]
-command._workers = lambda args, settings, tables: InProcess(settings.folder)  # type: ignore[assignment]
+command._workers = lambda args, source, settings, tables: InProcess(settings.folder)  # type: ignore[assignment]
 sys.exit(cli.main(sys.argv[2:]))

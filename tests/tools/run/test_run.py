@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import glob
 import io
@@ -35,13 +36,14 @@ from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run import command
 from torchpipe_py.tools.run.journal import Journal, Lock
 from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings, failed_line, line_of_same_content
-from torchpipe_py.tools.run.outputs import check_kind, write_table
+from torchpipe_py.tools.run.outputs import check_kind, columns_of, write_table
 from torchpipe_py.tools.run.pictures import draw_picture, picture_name
 from torchpipe_py.tools.run.progress import Progress, progress_line
-from torchpipe_py.tools.run.sources import open_source
+from torchpipe_py.tools.run.sources import Source, open_source
 from torchpipe_py.wire.answers import failure
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import Asked, answer_of
+from torchpipe_py.wire.json_values import json_line
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = f"""
@@ -417,7 +419,7 @@ def test_standard_input_lists_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
     source = open_source("-")
     assert source.count() is None
-    assert [item.path for item in source.items()] == ["a.jpg", "b \udcff.jpg"]
+    assert [item.path for item in source.items() if item is not None] == ["a.jpg", "b \udcff.jpg"]
 
 
 def test_items_have_an_order_and_a_count(tmp_path: Path) -> None:
@@ -469,8 +471,77 @@ def test_list_in_a_pipe_is_read_once(tmp_path: Path) -> None:
     writer = threading.Thread(target=lambda: fifo.write_text("".join(f"{path}\n" for path in paths)))
     writer.start()
     assert source.count() is None
-    assert [os.path.basename(item.path) for item in source.items()] == paths
+    assert [os.path.basename(item.path) for item in source.items() if item is not None] == paths
     writer.join(WAIT)
+
+
+class Echo:
+    """Workers that have each job's line at once."""
+
+    has_room, most = True, 4
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.jobs
+
+    def add(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def take(self) -> list[Any]:
+        jobs, self.jobs = self.jobs, []
+        return [(job.number, json_line(job.head)) for job in jobs]
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_outcomes_are_taken_while_a_list_in_a_pipe_stays_open(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_workers", lambda *_: Echo())
+    os.mkfifo("list")
+    status: list[int] = []
+    running = threading.Thread(
+        target=lambda: status.append(cli.main(["run", "demo.toml", "list", "--out", "a.ndjson"]))
+    )
+    running.start()
+    with open("list", "wb", buffering=0) as pipe_of_paths:
+        for count in (1, 2):
+            pipe_of_paths.write(b"%d.jpg\n" % count)
+            eventually(lambda count=count: Path("a.ndjson.partial").read_bytes().count(b"\n") == count)
+    running.join(WAIT)
+    assert status == [0]
+
+
+def test_errors_of_files_name_the_file_and_the_operation(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(here / "files", a="x")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(*_: Any) -> Any:
+        raise full
+
+    def broken(self: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        yield
+
+    monkeypatch.setattr(command, "_workers", lambda *_: Echo())
+    places = {
+        "files: cannot be read: Input/output error": (Source, "items", broken),
+        "a.csv.partial: cannot be written: No space left on device": (os, "fsync", fail),
+        "a.csv.tmp: cannot be written: No space left on device": (command, "write_table", fail),
+        "a.csv: cannot be written: No space left on device": (command.os, "replace", fail),
+    }
+    for message, (place, name, function) in places.items():
+        with monkeypatch.context() as patch:
+            if name == "fsync":
+                patch.setattr(Lock, "begin", lambda self: None)
+            patch.setattr(place, name, function)
+            assert cli.main(["run", "demo.toml", "files", "--out", "a.csv", "--restart"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_refused_restart_leaves_the_unfinished_run(here: Path) -> None:
@@ -488,8 +559,8 @@ def test_refused_restart_leaves_the_unfinished_run(here: Path) -> None:
 
 
 def test_failed_line_serves_other_items_with_the_same_content() -> None:
-    failed = failed_line({"path": '"a.jpg"'}, InvalidRequest("gone"))
-    same = json.loads(line_of_same_content(failed, {"path": '"b.jpg"', "sha256": '"00"'}))
+    failed = failed_line(Job(0, {"path": '"a.jpg"'}, "a.jpg").hashed("00").head, InvalidRequest("gone"))
+    same = json.loads(line_of_same_content(failed, {"path": '"b.jpg"'}))
     assert same == {"path": "b.jpg", "sha256": "00", "error": "gone", "code": "invalid_request"}
 
 
@@ -524,6 +595,14 @@ def test_csv_has_a_column_for_each_member(tmp_path: Path) -> None:
         "b,,,,,x,y",
         r'c,"{""dtype"": ""float32"", ""shape"": [3], ""data"": [4, 5, 6]}",1,,"[{""box"": [1]}]",,',
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"), [([2**60 + 1, 1.5], False), ([2**53, 1.5], True), ([2**60 + 1, 3], True), ([2**63, 1], False)]
+)
+def test_numbers_of_a_column_stay_exact(values: list[Any], kept: bool) -> None:
+    column = columns_of(iter([json.dumps({"path": "a", "n": value}).encode() for value in values]))["n"]
+    assert column.is_number == kept
 
 
 def test_parquet_has_lists_for_arrays_of_one_shape(tmp_path: Path) -> None:

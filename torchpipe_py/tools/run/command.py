@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -20,8 +21,8 @@ from torchpipe_py.plan.sharing import usual_workers
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.fleet import Fleet, Outcome
 from torchpipe_py.tools.run.identity import identity_of
-from torchpipe_py.tools.run.journal import Journal, Lock, remove_partial, sync_folder
-from torchpipe_py.tools.run.lines import HEAD_KEYS, Job, Settings, failed_line, line_of_same_content
+from torchpipe_py.tools.run.journal import Journal, Lock, remove_partial, sync_folder, writing
+from torchpipe_py.tools.run.lines import HEAD_KEYS, Job, Settings, failed_line, line_of_same_content, with_hash
 from torchpipe_py.tools.run.outputs import LINES, check_kind, write_table
 from torchpipe_py.tools.run.pictures import picture_name, remove_unfinished
 from torchpipe_py.tools.run.progress import Progress
@@ -76,11 +77,12 @@ def run_run(args: argparse.Namespace) -> int:
                 raise
             lock.begin()
         if args.draw:
-            partial.mkdir(exist_ok=True)
+            with writing(partial):
+                partial.mkdir(exist_ok=True)
         journal = Journal(partial / LINES if args.draw else partial, _has_picture(partial) if args.draw else None)
         stack.callback(journal.close)
         try:
-            run = _Run(args, source, settings, journal, _workers(args, settings, tables))
+            run = _Run(args, source, settings, journal, _workers(args, source, settings, tables))
             stack.callback(run.close)
             status = run.run()
         except BaseException:
@@ -103,24 +105,26 @@ def _begin(out: Path, partial: Path, restart: bool, is_known: bool) -> None:
     for path in (out, partial):
         if path.exists() and not restart:
             raise ToolError(f"{path}: there already; --restart begins anew and replaces {out}")
-    remove_partial(partial)
+    with writing(partial):
+        remove_partial(partial)
 
 
 def _finish(kind: str, journal: Journal, lock: Lock, out: Path, partial: Path) -> None:
     """Give the output its name: whoever sees OUT sees it complete."""
     journal.sync(and_all=kind == "folder")
+    complete = partial
     if kind in ("csv", "parquet"):
-        table = Path(f"{out}.tmp")
-        write_table(kind, journal.lines, table)
-        lock.finish(journal.errors)
-        os.replace(table, out)
-        partial.unlink()
-    else:
-        if kind == "folder":
+        complete = Path(f"{out}.tmp")
+        with writing(complete):
+            write_table(kind, journal.lines, complete)
+    elif kind == "folder":
+        with writing(partial):
             remove_unfinished(str(partial))
-        lock.finish(journal.errors)
-        os.replace(partial, out)
-    sync_folder(out)
+    lock.finish(journal.errors)
+    with writing(out):
+        os.replace(complete, out)
+        remove_partial(partial)
+        sync_folder(out)
     lock.remove()
 
 
@@ -132,6 +136,21 @@ def _has_picture(folder: Path) -> Any:
     return is_whole
 
 
+@dataclass(eq=False)
+class _Entry:
+    """An item that has no line in the journal yet."""
+
+    number: int
+    item: Item
+    key: bytes
+    digest: str = ""
+    """With ``--by content``: the hash of its content, once it is known."""
+    same: list[_Entry] = field(default_factory=list)
+    """Later items with this content, which wait for its line."""
+    line: bytes | None = None
+    """With ``--ordered``: its line, which waits for those of earlier items."""
+
+
 class _Run:
     """The items of a source on their way through workers to a journal."""
 
@@ -140,32 +159,25 @@ class _Run:
     ) -> None:
         self._args, self._source, self._settings = args, source, settings
         self._journal, self._workers = journal, workers
-        self._items: dict[int, tuple[Item, bytes]] = {}
-        """Those without a line in the journal, with their keys."""
-        self._under_way: set[bytes] = set()
-        self._ended: dict[int, tuple[bytes, bool]] = {}
-        """With ``--ordered``: lines that wait for earlier ones."""
-        self._next = 0
-        self._digests: dict[int, str] = {}
-        self._first: dict[str, int] = {}
-        """By content: the item that is computed, until its line is in the journal."""
-        self._waiting: dict[int, list[int]] = {}
-        """The items that wait for its line."""
+        self._entries: dict[int, _Entry] = {}
+        self._keys: set[bytes] = set()
+        """Those of the entries."""
+        self._computed: dict[str, _Entry] = {}
+        """The entry that is computed, by the hash of its content."""
+        self._count = self._next = 0
+        """The number of the next item, and of the next line with ``--ordered``."""
         self._before = journal.files
         self._progress = Progress(args.progress, source.count, journal.files)
 
     def run(self) -> int:
         """The exit status."""
         try:
-            for number, (item, key) in enumerate(self._left()):
-                self._items[number] = item, key
-                self._under_way.add(key)
-                if item.error is not None:
-                    self._end(number, failed_line(item.head(), item.error), True)
-                    continue
-                while not self._has_room():
-                    self._take()
-                self._start(number, item)
+            for item in self._left():
+                if item is None:  # the next one has not come yet
+                    if not self._workers.is_idle:
+                        self._take()
+                else:
+                    self._begin(item)
             while not self._workers.is_idle:
                 self._take()
             self._progress.close()
@@ -176,16 +188,12 @@ class _Run:
             again = "start it again with the same arguments to go on"
             print(f"torchpipe: interrupted after {self.summary()}; {again}", file=sys.stderr)
             return 130
-        except OSError as error:
-            raise ToolError(
-                f"{self._journal.path}: cannot be written: {error.strerror}; start it again to go on"
-            ) from error
         if not self._journal.files:
             raise ToolError(f"{self._args.source}: nothing in it")
         return 1 if self._journal.errors else 0
 
     def summary(self) -> str:
-        """What it has done, in a few words."""
+        """The lines so far, in a few words."""
         files, errors = self._journal.files, self._journal.errors
         seconds = monotonic() - self._progress.began
         rate = (files - self._before) / seconds if seconds else 0.0
@@ -196,92 +204,92 @@ class _Run:
         """End the workers at once."""
         self._workers.close()
 
-    def _left(self) -> Iterator[tuple[Item, bytes]]:
-        """The items that have no line yet and are not under way, each once, with their keys."""
+    def _left(self) -> Iterator[Item | None]:
+        """The items of the source that have no line yet and are not under way, each once; ``None`` if one must come."""
         own = os.path.join(os.path.abspath(self._settings.folder), "") if self._settings.folder else None
-        for item in self._source.items():
-            if own is not None and os.path.abspath(item.where).startswith(own):
+        items = self._source.items()
+        while True:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except OSError as error:
+                raise ToolError(f"{self._args.source}: cannot be read: {error.strerror or error}") from error
+            if item is not None and own is not None and os.path.abspath(item.where).startswith(own):
                 continue  # a picture of this run, whose folder lies in the source
-            key = item.key
-            if key not in self._journal.done and key not in self._under_way:
-                yield item, key
+            if item is None or (item.key not in self._journal.done and item.key not in self._keys):
+                yield item
 
     def _has_room(self) -> bool:
         # NOTE: also those that wait for an earlier line, or for one with the same content.
-        return len(self._items) <= ITEMS_PER_JOB * self._workers.most and self._workers.has_room
+        return len(self._entries) <= ITEMS_PER_JOB * self._workers.most and self._workers.has_room
 
-    def _start(self, number: int, item: Item) -> None:
+    def _begin(self, item: Item) -> None:
+        """Give an item to the workers once they have room, or end it with its error."""
+        entry = _Entry(self._count, item, item.key)
+        self._entries[entry.number] = entry
+        self._keys.add(entry.key)
+        self._count += 1
+        if item.error is not None:
+            self._end(entry, failed_line(item.head(), item.error))
+            return
+        while not self._has_room():
+            self._take()
         try:
             data = None if item.load is None else item.load()
         except Exception as error:
             reason = Unreadable(getattr(error, "strerror", None) or str(error))
-            self._end(number, failed_line(item.head(), reason), True)
+            self._end(entry, failed_line(item.head(), reason))
             return
         picture = picture_name(item.path, self._args.source, item.frame) if self._args.draw else ""
-        self._workers.add(Job(number, item.head(), item.where, data, item.color, picture))
+        self._workers.add(Job(entry.number, item.head(), item.where, data, item.color, picture))
 
     def _take(self) -> None:
         """Wait for outcomes, and add their lines to the journal."""
         for number, outcome in self._workers.take():
-            if isinstance(outcome, str):
-                self._decide(number, outcome)
-            elif number not in self._items or number in self._ended:
+            entry = self._entries.get(number)
+            if entry is None or entry.line is not None:
                 pass  # its worker died after it was decided that another one is computed
+            elif isinstance(outcome, str):
+                self._decide(entry, outcome)
             elif isinstance(outcome, bytes):
-                self._end(number, outcome, _is_error(outcome))
+                self._end(entry, outcome)
             else:
-                self._end(number, failed_line(self._head(number), outcome), True)
+                self._end(entry, failed_line(with_hash(entry.item.head(), entry.digest), outcome))
         self._journal.sync_if_due(and_all=self._args.draw)
         self._progress.show(self._journal.files, self._journal.errors)
 
-    def _head(self, number: int) -> dict[str, str]:
-        head, digest = self._items[number][0].head(), self._digests.get(number)
-        return {**head, "sha256": f'"{digest}"'} if digest else head
-
-    def _decide(self, number: int, digest: str) -> None:
+    def _decide(self, entry: _Entry, digest: str) -> None:
         """Have an item computed, unless one with the same content is, or was."""
-        self._digests[number] = digest
-        first = self._first.get(digest)
-        line = self._journal.line_with(digest) if first is None else None
-        is_wanted = first == number or (first is None and line is None)
-        self._workers.decide(number, is_wanted)
-        if is_wanted:
-            self._first[digest] = number
-            return
-        if first is not None and first in self._ended:
-            line = self._ended[first][0]
+        entry.digest = digest
+        first = self._computed.get(digest)
+        line = self._journal.line_with(digest) if first is None else first.line
+        is_wanted = line is None and first in (None, entry)
+        self._workers.decide(entry.number, is_wanted)
         if line is not None:
-            self._end_same(number, line)
+            self._end(entry, line_of_same_content(line, entry.item.head()))
+        elif is_wanted:
+            self._computed[digest] = entry
         elif first is not None:
-            self._waiting.setdefault(first, []).append(number)
+            first.same.append(entry)
 
-    def _end_same(self, number: int, line: bytes) -> None:
-        same = line_of_same_content(line, self._items[number][0].head())
-        self._write(number, same, _is_error(same))
-
-    def _end(self, number: int, line: bytes, is_error: bool) -> None:
-        """End an item, and those with the same content."""
-        self._write(number, line, is_error)
-        for other in self._waiting.pop(number, ()):
-            self._end_same(other, line)
-
-    def _write(self, number: int, line: bytes, is_error: bool) -> None:
-        """Add a line to the journal, in the order of the items if asked for."""
-        self._ended[number] = line, is_error
+    def _end(self, entry: _Entry, line: bytes) -> None:
+        """End an item, and those with the same content: their lines go to the journal, in order if that is wanted."""
+        entry.line = line
         if not self._args.ordered:
-            self._add(number)
-            return
-        while self._next in self._ended:
-            self._add(self._next)
+            self._add(entry, line)
+        while (following := self._entries.get(self._next)) is not None and following.line is not None:
+            self._add(following, following.line)
             self._next += 1
+        for other in entry.same:
+            self._end(other, line_of_same_content(line, other.item.head()))
 
-    def _add(self, number: int) -> None:
-        line, is_error = self._ended.pop(number)
-        (_, key), digest = self._items.pop(number), self._digests.pop(number, "")
-        if self._first.get(digest) == number:
-            del self._first[digest]
-        self._journal.add(key, line, is_error, digest)
-        self._under_way.discard(key)
+    def _add(self, entry: _Entry, line: bytes) -> None:
+        del self._entries[entry.number]
+        self._keys.discard(entry.key)
+        if self._computed.get(entry.digest) is entry:
+            del self._computed[entry.digest]
+        self._journal.add(entry.key, line, _is_error(line), entry.digest)
 
 
 def _is_error(line: bytes) -> bool:
@@ -310,10 +318,12 @@ def _check_root(plan: Pipeline, node_name: str | None) -> None:
         raise ToolError(f"--node_name {node_name}: not a root; {nearest(node_name, plan.roots)}")
 
 
-def _workers(args: argparse.Namespace, settings: Settings, tables: Tables) -> Workers:
+def _workers(args: argparse.Namespace, source: Source, settings: Settings, tables: Tables) -> Workers:
     if args.ray:
-        from torchpipe_py.tools.run.over_ray import RayWorkers
+        from torchpipe_py.tools.run.over_ray import RayWorkers, refusal
 
+        if archive := source.archive():
+            raise refusal(archive)
         return RayWorkers(args.ray, settings, args.workers)
     # As the service, but without engine processes: each worker has the shared nodes, too.
     usual = 1 if NVIDIA.exists() else usual_workers(tables, usable_cores(), has_gpu=False)

@@ -8,7 +8,7 @@ from selectors import EVENT_READ, DefaultSelector
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import WorkerDied, counted, logger
+from torchpipe_py.errors import WorkerDied, counted, first_line, logger
 from torchpipe_py.proc.child import ChildProcess
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.lines import Job, Settings
@@ -170,7 +170,10 @@ class Fleet:
         self._selector.close()
 
     def _started(self, suspects: Iterable[Job] = ()) -> _Worker:
-        worker = _Worker(self._settings, self._count, suspects)
+        try:
+            worker = _Worker(self._settings, self._count, suspects)
+        except OSError as error:
+            raise ToolError(f"a worker process cannot be started: {error.strerror or first_line(error)}") from error
         for end in worker.ends:
             self._selector.register(end, EVENT_READ, worker)
         return worker
@@ -181,6 +184,8 @@ class Fleet:
             for number, outcome in message:
                 if isinstance(outcome, bytes):
                     worker.end_job(number)
+                elif number in worker.jobs:  # another worker that has to read it again keeps the hash
+                    worker.jobs[number] = worker.jobs[number].hashed(outcome)
             worker.next_suspect()
             return message
         kind, value = message

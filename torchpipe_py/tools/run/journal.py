@@ -7,17 +7,29 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from torchpipe_py.errors import first_line
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.lines import read_line
 from torchpipe_py.tools.run.sources import key_of
 
 SYNC_SECONDS = 2.0
 """After a crash of the machine, lines of so many seconds may be computed again."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an ``OSError`` as a ``ToolError`` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ToolError(
+            f"{path}: cannot be written: {error.strerror or first_line(error)}; start it again to go on"
+        ) from error
 
 
 class Lock:
@@ -49,21 +61,24 @@ class Lock:
 
     def begin(self) -> None:
         """Write what the run is."""
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, self._line, 0)
-        os.fsync(self._file)
-        sync_folder(self.path)
+        with writing(self.path):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, self._line, 0)
+            os.fsync(self._file)
+            sync_folder(self.path)
         self.is_new = False
 
     def finish(self, errors: int) -> None:
         """Write that the lines are complete, before the output gets its name."""
-        os.ftruncate(self._file, len(self._line))
-        os.pwrite(self._file, b"%d\n" % errors, len(self._line))
-        os.fsync(self._file)
+        with writing(self.path):
+            os.ftruncate(self._file, len(self._line))
+            os.pwrite(self._file, b"%d\n" % errors, len(self._line))
+            os.fsync(self._file)
 
     def remove(self) -> None:
         """Remove the file, which is still locked."""
-        self.path.unlink()
+        with writing(self.path):
+            self.path.unlink()
 
     def close(self) -> None:
         """Release it."""
@@ -117,7 +132,8 @@ class Journal:
         self.done: set[bytes] = set()
         self.places: dict[bytes, int] = {}
         self.files = self.errors = 0
-        self._file = open(path, "a+b")  # noqa: SIM115 - closed by `close`
+        with writing(path):
+            self._file = open(path, "a+b")  # noqa: SIM115 - closed by `close`
         self._end, self._synced_at, self._is_synced = 0, monotonic(), True
         self._file.seek(0)
         for line in self._file:
@@ -126,12 +142,14 @@ class Journal:
                 break
             self._count(key_of(members["path"], members.get("frame")), members.get("sha256", ""), "error" in members)
             self._end += len(line)
-        self._file.truncate(self._end)
-        self._file.seek(self._end)
+        with writing(path):
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
 
     def add(self, key: bytes, line: bytes, is_error: bool, digest: str = "") -> None:
         """Append a line; it is on the disk after ``SYNC_SECONDS`` at most, if lines keep coming, or after ``sync``."""
-        self._file.write(line)
+        with writing(self.path):
+            self._file.write(line)
         self._count(key, digest, is_error)
         self._end += len(line)
         self._is_synced = False
@@ -149,16 +167,18 @@ class Journal:
 
     def sync_if_due(self, and_all: bool = False) -> None:
         """Bring the lines to the file, and every ``SYNC_SECONDS`` to the disk, ``and_all`` other files before them."""
-        self._file.flush()
+        with writing(self.path):
+            self._file.flush()
         if not self._is_synced and monotonic() - self._synced_at > SYNC_SECONDS:
             self.sync(and_all)
 
     def sync(self, and_all: bool = False) -> None:
         """Bring the lines to the disk."""
-        self._file.flush()
-        if and_all:
-            os.sync()
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            self._file.flush()
+            if and_all:
+                os.sync()
+            os.fsync(self._file.fileno())
         self._is_synced, self._synced_at = True, monotonic()
 
     def lines(self) -> Iterator[bytes]:
@@ -169,7 +189,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
 
     def _count(self, key: bytes, digest: str, is_error: bool) -> None:
         self.done.add(key)

@@ -30,7 +30,6 @@ LEAST_AHEAD, MOST_AHEAD = 4, 256
 """Bounds of the items that a process has at once."""
 
 _HASH = b', "sha256": "'
-_ERROR = b', "error": "'
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,10 @@ class Job(NamedTuple):
     data: Any = None
     color: str = ""
     picture: str = ""
+
+    def hashed(self, digest: str) -> Job:
+        """The same with the hash of its content in its lines."""
+        return self._replace(head=with_hash(self.head, digest))
 
 
 @dataclass(eq=False)
@@ -103,8 +106,7 @@ class LineMaker:
 
     def start(self, job: Job, data: Any, digest: str) -> None:
         """Run a job on its data; it ends in ``finished``."""
-        head = {**job.head, "sha256": f'"{digest}"'} if digest else job.head
-        request = Request(job, head, source=data if job.picture else None)
+        request = Request(job, with_hash(job.head, digest), source=data if job.picture else None)
         settings = self._settings
         try:
             request.root, request.data = self._roots.item(
@@ -157,6 +159,11 @@ class LineMaker:
             log_defect(error)
 
 
+def with_hash(head: dict[str, str], digest: str) -> dict[str, str]:
+    """The first members of a line, with a hash if there is one."""
+    return {**head, "sha256": f'"{digest}"'} if digest else head
+
+
 def failed_line(head: Mapping[str, str], error: BaseException) -> bytes:
     """The line of an item without a result: the error's text and code as in an answer of the service."""
     code, text = code_of(error), describe_error(error)
@@ -166,10 +173,9 @@ def failed_line(head: Mapping[str, str], error: BaseException) -> bytes:
 
 
 def line_of_same_content(line: bytes, head: Mapping[str, str]) -> bytes:
-    """``line`` for another item with the same bytes."""
+    """``line``, which has a hash, for another item with the same bytes."""
     # NOTE: within a text of JSON each quote has a backslash before it, so this is the member itself.
-    at = line.find(_HASH)
-    return json_line(head)[:-2] + line[at if at >= 0 else line.index(_ERROR) :]  # one that could not be read again
+    return json_line(head)[:-2] + line[line.index(_HASH) :]
 
 
 def read_line(line: bytes) -> dict[str, Any] | None:

@@ -27,6 +27,11 @@ BLOCK = 256
 """Jobs of one block, so of one call of an actor."""
 
 
+def refusal(path: str) -> ToolError:
+    """The error for a tar or video in SOURCE."""
+    return ToolError(f"--ray takes files and URLs, not tars and videos, which one machine reads: {path}")
+
+
 class RayWorkers:
     """Runs jobs in rounds: a dataset of jobs, whose blocks go through a pool of actors.
 
@@ -70,7 +75,7 @@ class RayWorkers:
 
     def add(self, job: Job) -> None:
         if job.data is not None:
-            raise ToolError("--ray takes files and URLs: members of tars and frames of videos are read on one machine")
+            raise refusal(job.where)
         self._jobs[job.number] = job if is_url(job.where) else job._replace(where=os.path.abspath(job.where))
 
     def decide(self, number: int, is_wanted: bool) -> None:
@@ -98,6 +103,7 @@ class RayWorkers:
                 del self._jobs[number]
                 outcomes.append((number, bytes(outcome)))
             else:
+                self._jobs[number] = self._jobs[number].hashed(outcome.decode())
                 outcomes.append((number, outcome.decode()))
         return outcomes
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
+from queue import Empty, Queue
 from typing import IO, Any
 
 from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, iter_images
@@ -30,6 +31,9 @@ KEY_BYTES = 16
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DOWNLOAD_SECONDS = 30.0
+_LOOK_SECONDS = 0.1
+_MOST_COME = 1024  # lines of a list in a pipe that are read ahead
+_END = object()
 
 
 class Unreadable(TorchpipeError):
@@ -118,13 +122,17 @@ class Source:
     """A SOURCE of the command line; see ``open_source``."""
 
     def __init__(
-        self, text: str, entries: Callable[[], Iterator[tuple[str, str]]], can_read_again: bool = True
+        self, text: str, entries: Callable[[], Iterator[tuple[str, str] | None]], can_read_again: bool = True
     ) -> None:
         self.text, self._entries, self._can_read_again = text, entries, can_read_again
 
-    def items(self) -> Iterator[Item]:
-        """The items, from the start."""
-        for path, where in self._entries():
+    def items(self) -> Iterator[Item | None]:
+        """The items, from the start; ``None`` while the next line of a list in a pipe has not come."""
+        for entry in self._entries():
+            if entry is None:
+                yield None
+                continue
+            path, where = entry
             if is_url(where):
                 yield Item(path, where)
             elif is_tar(where):
@@ -136,14 +144,14 @@ class Source:
 
     def count(self) -> int | None:
         """The number of items; ``None`` if only reading them tells, as with tars, videos and lists in a pipe."""
-        if not self._can_read_again:
+        if not self._can_read_again or self.archive():
             return None
-        total = 0
-        for _, where in self._entries():
-            if not is_url(where) and (is_tar(where) or is_video(where)):
-                return None
-            total += 1
-        return total
+        return sum(1 for _ in self._entries())
+
+    def archive(self) -> str:
+        """The first tar or video; empty if there is none, or only reading the items tells."""
+        entries = filter(None, self._entries()) if self._can_read_again else ()
+        return next((path for path, where in entries if not is_url(where) and (is_tar(where) or is_video(where))), "")
 
 
 def is_url(text: str) -> bool:
@@ -170,7 +178,7 @@ def open_source(text: str) -> Source:
     - any other file, or ``-`` for the standard input: a list of all these, one a line; paths are relative to its folder
     """
     if text == STDIN:
-        return Source(text, lambda: _listed(sys.stdin.buffer, ""), can_read_again=False)
+        return Source(text, lambda: _as_they_come(lambda: _listed(_standard_input(), "")), can_read_again=False)
     if is_url(text):
         return Source(text, lambda: iter([(text, text)]))
     if os.path.isdir(text):
@@ -180,7 +188,9 @@ def open_source(text: str) -> Source:
         if lowered.endswith((*IMAGE_SUFFIXES, *TAR_SUFFIXES, *VIDEO_SUFFIXES)):
             return Source(text, lambda: iter([(text, text)]))
         _check_list(text)
-        return Source(text, lambda: _of_list(text), can_read_again=os.path.isfile(text))
+        if os.path.isfile(text):
+            return Source(text, lambda: _of_list(text))
+        return Source(text, lambda: _as_they_come(lambda: _of_list(text)), can_read_again=False)
     if is_pattern(text):
         return Source(text, lambda: ((path, path) for path in _matched(text)))
     folder = os.path.dirname(text) or "."
@@ -236,6 +246,40 @@ def _listed(file: IO[bytes], folder: str) -> Iterator[tuple[str, str]]:
         text = os.fsdecode(line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line).strip("\r\n")
         if text.strip():
             yield text, text if is_url(text) else os.path.join(folder, text)
+
+
+def _standard_input() -> IO[bytes]:
+    try:
+        # NOTE: its own reader, since the interpreter closes that of ``sys.stdin`` at its end, while a thread reads.
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except (OSError, ValueError, AttributeError):  # something else in its place
+        return sys.stdin.buffer
+
+
+def _as_they_come(entries: Callable[[], Iterator[tuple[str, str]]]) -> Iterator[tuple[str, str] | None]:
+    """The entries of a list that may be written for long; ``None`` as often as none comes for ``_LOOK_SECONDS``."""
+    come: Queue[Any] = Queue(_MOST_COME)
+
+    def read() -> None:
+        try:
+            for entry in entries():
+                come.put(entry)
+            come.put(_END)
+        except BaseException as error:
+            come.put(error)
+
+    threading.Thread(target=read, name="run-list", daemon=True).start()
+    while True:
+        try:
+            entry = come.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            yield None
+            continue
+        if entry is _END:
+            return
+        if isinstance(entry, BaseException):
+            raise entry
+        yield entry
 
 
 # --- tars and videos, which the parent of the workers reads

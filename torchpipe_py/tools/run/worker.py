@@ -32,10 +32,11 @@ def main(descriptor: int, parent: int) -> None:
     channel = Connection(descriptor)
     try:
         settings, processes, level = channel.recv()
-        logging.getLogger("torchpipe_py").setLevel(level)
-        worker = _Worker(channel, settings, processes)
     except (EOFError, OSError):
         os._exit(0)
+    try:
+        logging.getLogger("torchpipe_py").setLevel(level)
+        worker = _Worker(channel, settings, processes)
     except BaseException as error:
         is_known = isinstance(error, TorchpipeError)
         channel.send(("failed", str(error) if is_known else describe(error)))
