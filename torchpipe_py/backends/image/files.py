@@ -22,7 +22,11 @@ from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (
+    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".heic",
+    ".heif", ".avif",
+)  # fmt: skip
+"""Those of the formats that a decoder can be configured for."""
 
 
 def find_images(folder: str | os.PathLike[str]) -> list[Path]:
