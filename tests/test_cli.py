@@ -166,8 +166,11 @@ def test_graph_refuses_invalid_arguments(good: str, tmp_path: Path, capsys: pyte
         ),
         (["quantise"], "argument COMMAND: invalid choice: 'quantise'; did you mean 'quantize'?"),
         (["load", "--transport", "frame"], "argument --transport: invalid choice: 'frame'; did you mean 'framed'?"),
-        (["quantize", "x.toml", "--img-dri", "y"], "arguments are required: --img_dir; there is --img-dri, did you "),
-        (["quantize", "--keep", "3", "--img_dir", "images"], "the following arguments are required: CONFIG.toml\n"),
+        (
+            ["quantize", "x.toml", "--img-dri", "y"],
+            "LABEL_name.jpg); there is --img-dri, did you mean ",
+        ),
+        (["quantize", "--keep", "3", "--img_dir", "images"], "the following arguments are required: CONFIG.toml ("),
         (
             ["load", "--img-dir=.", "--labels-from-names", "--slo_p99=5", "--no_progress", "--request-batch=0"],
             "argument --request_batch: expected a whole number from 1",

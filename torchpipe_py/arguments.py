@@ -16,12 +16,14 @@ from torchpipe_py.errors import nearest
 class ArgumentParser(argparse.ArgumentParser):
     """Takes flags by their whole names; ``-`` and ``_`` between words are the same: ``--img-dir`` is ``--img_dir``.
 
-    Names the nearest flag, command or choice for one that it does not know. ``elsewhere`` maps flags of other programs
-    to hints.
+    Names the nearest flag, command or choice for one that it does not know. An error is one line, without the usage.
+    ``elsewhere`` maps flags of other programs to hints; ``superfluous`` is the hint for one argument too many.
     """
 
-    def __init__(self, *, elsewhere: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> None:
-        self._elsewhere = elsewhere
+    def __init__(
+        self, *, elsewhere: Mapping[str, str] = MappingProxyType({}), superfluous: str = "", **settings: Any
+    ) -> None:
+        self._elsewhere, self._superfluous = elsewhere, superfluous
         # NOTE: an abbreviation may mean another flag, or none, in the next version.
         super().__init__(**settings, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e0 too, as of Python 3.14
@@ -32,7 +34,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self._given = sys.argv[1:] if args is None else args
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            hint = self._hint(unknown[0])
+            hint = self._hint(unknown[0]) if unknown[0].startswith("-") else self._superfluous
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
         return parsed, unknown
 
@@ -47,12 +49,21 @@ class ArgumentParser(argparse.ArgumentParser):
         return "=".join([flag, *value])
 
     def error(self, message: str) -> NoReturn:
-        """Report a misspelt flag, too, if an argument is missing."""
-        if "arguments are required" in message:
-            for argument in self._given:
-                if hint := self._hint(argument):
-                    message += f"; there is {argument}, {hint}"
-        super().error(message)
+        """Exit with status 2. Describes missing arguments, and reports a misspelt flag that may be one of them."""
+        before, is_missing, names = message.partition("arguments are required: ")
+        if is_missing:
+            message = before + is_missing + ", ".join(map(self._described, names.split(", ")))
+            hints = [f"there is {given}, {hint}" for given in self._given if (hint := self._hint(given))]
+            message = "; ".join([message, *(hints or [f"{self.prog} --help says more"])])
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _described(self, name: str) -> str:
+        """A missing argument with its meaning, or its choices."""
+        for action in self._actions:
+            if name in (*action.option_strings, action.metavar, action.dest):
+                meaning = ", ".join(map(str, action.choices)) if action.choices else (action.help or "")
+                return f"{name} ({meaning})" if meaning else name
+        return name
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -73,16 +73,50 @@ def test_invalid_value_error_names_the_flag(flag, value, capsys):
     assert flag in last
 
 
-def test_every_flag_has_a_default_a_check_and_a_help_text(capsys):
+def _help(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        parse_options(["--help", *given])
+    return capsys.readouterr().out
+
+
+def test_every_flag_has_a_default_a_check_and_a_help_text(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # words with a dash are cut at the end of a line
     assert parse_options(["x.toml"]) == Options(config="x.toml")
-    with pytest.raises(SystemExit):
-        parse_options(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(_help(capsys, "all").split())
     for row in markdown_table():
         flag, default, meaning = re.fullmatch(r"\| `(--[a-z-]+)` \| `?(.*?)`? \| (.+) \|", row).groups()
-        assert f"{flag} X {meaning}" in text or f"{flag} {meaning}" in text
+        assert any(f"{flag} {value}{meaning}" in text for value in ("N ", "TEXT ", ""))
         assert default in ("", *["127.0.0.1"]) or flag in WRONG, "a limit without a check"
     assert "--max_batch" not in text
+
+
+def test_help_fits_a_terminal_and_has_the_ten_flags_that_matter(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = _help(capsys).splitlines()
+    assert len(lines) <= 24
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    first = ["--version", "--host", "--port", "--http-port", "--grpc-port", "--workers", "--devices", "--import"]
+    assert shown == [*first, "--deadline-ms", "--decode-isolation", "--log-requests"]
+
+
+def test_error_is_one_line_that_says_what_is_expected(capsys):
+    wrong = []
+    for given, said in (
+        (
+            [],
+            "are required: CONFIG (TOML file of a pipeline, or folder of such files); torchpipe-serve --help says more",
+        ),
+        (["x.toml", "--port", "a"], "argument --port: expected a whole number, from 0 to 65535, got 'a'"),
+        (["x.toml", "--deadline-ms", "1s"], "expected a number of milliseconds, at least 0, got '1s'"),
+        (["x.toml", "--max-message-bytes", "16M"], "bytes, at least 64, got '16M'; 16M is 16777216"),
+        (["x.toml", "y.toml"], "arguments: y.toml; one CONFIG is served; for several, give a folder of TOML files"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse_options(given)
+        printed = capsys.readouterr().err
+        if not (printed.endswith(said + "\n") and printed.count("\n") == 1):
+            wrong.append(printed)
+    assert wrong == []
 
 
 def test_flags_with_underscores_and_former_names_work_and_wrong_ones_name_the_nearest(capsys):
