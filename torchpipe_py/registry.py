@@ -237,6 +237,11 @@ def import_code(name: str) -> ModuleType:
         return _import_file(name) if name.endswith(".py") else _import_module(name)
     except ConfigError:
         raise
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise ConfigError(f"{name}: cannot be imported: {error}") from error
+        text = f"{name}: no such module, installed or in {os.getcwd()}; a file is given with .py at its end"
+        raise ConfigError(text) from None
     except Exception as error:
         raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
 

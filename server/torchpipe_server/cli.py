@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -69,10 +70,11 @@ def _serve(options: Options) -> int:
     if options.http_port > 0 and options.http_port == options.port:
         raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring needs its own port")
     with ExitStack() as stack:
-        listener = stack.enter_context(_listen(options.host, options.port))
+        listener = stack.enter_context(_listen(options.host, options.port, "--port"))
         options = replace(options, host=listener.getsockname()[0])  # --host may be a name
-        http = stack.enter_context(_listen(options.http_host, options.http_port)) if options.http_port >= 0 else None
-        if http is not None:
+        http = None
+        if options.http_port >= 0:
+            http = stack.enter_context(_listen(options.http_host, options.http_port, "--http-port"))
             options = replace(options, http_port=http.getsockname()[1])
         if options.grpc_port >= 0:
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc would log what clients send
@@ -160,7 +162,7 @@ def _address(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     from torchpipe_server.supervisor.acceptor import listen
 
     try:
@@ -168,7 +170,15 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         # Without the address, which Python's text may repeat.
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
-        raise ConfigError(f"cannot listen on {host or repr(host)}:{port}: {reason}") from None
+        raise ConfigError(f"cannot listen on {host or repr(host)}:{port}: {reason}{_remedy(error, flag)}") from None
+
+
+def _remedy(error: OSError, flag: str) -> str:
+    """What to do about an address that cannot be used; empty if it is unknown."""
+    return {
+        errno.EADDRINUSE: f"; another process has the port: choose another {flag}, or 0 for any free one",
+        errno.EACCES: f"; ports below 1024 are for root: choose another {flag}",
+    }.get(error.errno or 0, "")
 
 
 def reserve(listener: socket.socket, port: int) -> socket.socket:
@@ -190,6 +200,7 @@ def reserve(listener: socket.socket, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(
             f"cannot listen on {address[0]}:{port} (--grpc-port): {os.strerror(error.errno or 0)}"
+            f"{_remedy(error, '--grpc-port')}"
         ) from None
     return sock
 

@@ -107,17 +107,43 @@ def test_several_roots_without_entry_hint_at_missing_next(caplog: pytest.LogCapt
     assert caplog.messages == [], "a jump leads to the other root, or should"
 
 
+def test_syntax_error_names_the_line_and_what_is_expected(tmp_path: Path) -> None:
+    """A newcomer's lines, from other languages; the place of all is line 2."""
+    path, wrong = tmp_path / "pipe.toml", []
+    for line, expected in (
+        ("backend = Identity", 'put quotes around text: backend = "Identity"'),
+        ('backend: "Identity"', "a key has '=' after it, as backend = …"),
+        ("- backend", "this is YAML; in TOML a list is key = [1, 2]"),
+        ('{"backend": "Identity"}', "this is JSON; in TOML a table is [name], with a line key = value for each key"),
+        ("// decode", "a comment begins with #"),
+        ("[b", "a table's name ends with ], as [name]"),
+        ("[a]", "the table [a] occurs twice"),
+        ('a = "x"\na = 1', "'a' is set twice"),
+        ('backend = "Identity', 'the text has no quote at its end; expected backend = "Identity"'),
+        ("backend = “Identity”", "quotes are plain: \" or '"),
+        ("shared = True", "true and false are written small"),
+        ("next = None", "TOML has no empty value; leave the key out"),
+        ("mean = (1, 2)", "a list is in brackets, as mean = [1, 2]"),
+        ('next = ["b" "c"]', "elements of a list have a comma between them, and ] at the end"),
+        (r'model = "C:\models"', r"in double quotes a backslash is written \\; in single quotes it stays as it is"),
+        ("resize_h = 64px", "after a value the line ends; put quotes around text"),
+        ("backend", "expected a table, as [name], or a key with its value, as key = value"),
+    ):
+        path.write_text(f"[a]\n{line}\n", encoding="utf-8")
+        with pytest.raises(ConfigError) as error:
+            load_config(path)
+        number, shown = 2 + line.count("\n"), line.splitlines()[-1]
+        if str(error.value) != f"{path}: not valid TOML: line {number}: {expected}: {shown!r}":
+            wrong.append(str(error.value))
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         (None, f"no such file (working directory: {os.getcwd()})"),
         (b'[a]\nbackend = "x"\nbackend = "y"\n', "not valid TOML: "),
-        (b"a = 1\nb = 2\nc = \n", "not valid TOML: Invalid value (at line 3, column 5): 'c ='"),
-        (
-            b"[a]\nbackend = Identity\n",
-            "not valid TOML: Invalid value (at line 2, column 11): 'backend = Identity'; put quotes around text",
-        ),
-        (b"[a]\n[a]\n", "not valid TOML: Cannot declare ('a',) twice (at line 2, column 3): '[a]'"),
+        (b"a = 1\nb = 2\nc = \n", "not valid TOML: line 3: a value is missing after c =: 'c ='"),
         (b"[a]\nx = " + b"9" * 5000, "not valid TOML: "),
         (b"[a]\nx = " + b"[" * 3000 + b"]" * 3000, "not valid TOML: "),
         (b"[a]\nx = " + b"{a = " * 3000 + b"1" + b"}" * 3000, "not valid TOML: "),
@@ -128,7 +154,7 @@ def test_several_roots_without_entry_hint_at_missing_next(caplog: pytest.LogCapt
         (os.mkfifo, "not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     ],
-    ids=range(14),
+    ids=range(12),
 )
 def test_refuses_missing_or_invalid_files(tmp_path: Path, content: Any, problem: str) -> None:
     path = tmp_path / "a.toml"
@@ -192,7 +218,7 @@ REFUSED = [
     ('resize_h = "x"\n[a]\nbackend = "ResizeMat"\nresize_w = 1', "global: resize_h", "expected an integer, got"),
     ('batching_timeout = "x"\n[a]', "global: batching_timeout", "expected a finite number, got 'x'"),
     # wrong types of the node keys
-    ("[a]\nbackend = 3", "a: backend", "expected a backend expression, got 3"),
+    ("[a]\nbackend = 3", "a: backend", 'expected a backend expression in quotes, as "DecodeMat", got 3'),
     ("[a]\nnext = true", "a: next", "expected a string, got True"),
     ('[a]\nmap = "b"', "a: map", "expected source[key:newkey,…] at column 1 of 'b'"),
     ('[a]\nmap = ""', "a: map", "is empty"),
@@ -356,7 +382,7 @@ def test_finds_models_and_versions_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no model in it; NAME.toml is one"),
+        ({}, "no model in it; expected TOML files: NAME.toml"),
         ({"a\n": "[n]"}, r"a\\n.toml': the name of a model is at most 200 printable characters"),
         ({"a" * 201: "[n]"}, "the name of a model is at most 200 printable characters"),
         ({"a__x": "[n]"}, "x.toml: a version is a number from 1"),

@@ -47,7 +47,7 @@ def test_parses_nested_backends_and_filters() -> None:
         ("A[B", "expected ']', found the end", 4),
         ("A[B C]", "expected ']', found 'C'", 5),
         ("A]", "unexpected ']' after a complete expression", 2),
-        ("A,B", "unexpected ',' after a complete expression", 2),
+        ("A,B", "backends in turn are S[A,B]: unexpected ',' after a complete expression", 2),
         ("A&", "expected a backend name, found the end", 3),
         ("&A", "expected a backend name, found '&'", 1),
         ("A[B&C]", "expected ']', found '&'", 4),

@@ -288,12 +288,15 @@ class Binder:
         return param.default
 
     def _read(self, key: str, scope: str, param: Param, position: _Position) -> Any:
+        value = self.node.params[key]
+        is_text = isinstance(value, str)
         try:
-            value = param.read(_at_position(self.node.params[key], position, scope), self.registry)
+            value = param.read(_at_position(value, position, scope), self.registry)
             if value and (param.file or param.kept):
                 value = self._located(value, param)
         except ValueError as error:
-            raise self.node.at(key).error(error) from None
+            meaning = f" ({param.doc})" if param.doc and is_text and str(error).startswith("expected a") else ""
+            raise self.node.at(key).error(f"{error}{meaning}") from None
         return value
 
     def _located(self, path: str, param: Param) -> str:

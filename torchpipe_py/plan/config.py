@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from torchpipe_py.errors import ConfigError, Problems, logger, nearest, quoted
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ORIGINAL_COLOR_KEY, TASK_ORIGINAL_KEY
 from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.plan.syntax import explain
 from torchpipe_py.plan.unknown import ELSEWHERE
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
 
@@ -53,6 +54,7 @@ RUNS = (DEFAULT_FILTER, "run", "continue")
 _SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
 _SCHEDULER_DEFAULTS = ("PipelineV3", "BaselineSchedule")
 
+_MODELS = (".onnx", ".pt", ".pth", ".pt2", ".ts", ".engine", ".plan", ".trt", ".enc")
 _NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]*(\.[A-Za-z0-9_\-]+)?")
 _MAP_SOURCE = re.compile(r"\s*(?P<node>[A-Za-z0-9_.\-]*)\s*\[(?P<pairs>[^\[\]]*)\]\s*(?:,|$)")
 
@@ -200,26 +202,27 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
+        _check_name(name)
         line, byte = error.object.count(b"\n", 0, error.start) + 1, f"0x{error.object[error.start]:02x}"
         raise ConfigError(f"{name}: not UTF-8, as TOML is: byte {byte} in line {line}; save it as UTF-8") from None
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, endless nesting
-        raise ConfigError(f"{name}: not valid TOML: {error}{_line_of(error, text)}") from None
+        raise ConfigError(f"{name}: not valid TOML: {explain(error, text)}") from None
     parsed = Tables(_with_global(tables, Place(name)))
     parsed.source = name
     return parsed
 
 
-def _line_of(error: Exception, text: str) -> str:
-    """The line of a TOML error, with its most likely cause, to be added to the message."""
-    place = re.search(r"at line (\d+), column (\d+)", str(error))
-    if place is None:
-        return ""
-    line = text.splitlines()[int(place[1]) - 1].strip()
-    _, equals, value = line.partition("=")
-    hint = "; put quotes around text" if equals and value.strip()[:1].isalpha() else ""
-    return f": {quoted(line)}{hint}"
+def _check_name(name: str) -> None:
+    """Raise ``ConfigError`` unless the path ends in ``.toml``; a model's file gets a hint."""
+    if name.endswith(".toml"):
+        return
+    if name.lower().endswith(_MODELS):
+        export = f"; torchpipe export {name} writes one" if name.lower().endswith(".onnx") else ""
+        raise ConfigError(f"{name}: a model; expected the TOML file that names it, as model = {quoted(name)}{export}")
+    missing = "" if os.path.exists(name) else "no such file or folder; "
+    raise ConfigError(f"{name}: {missing}expected a path ending in .toml")
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
@@ -237,9 +240,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Pr
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
     name = os.fspath(config)
-    if not name.endswith(".toml"):
-        missing = "" if os.path.exists(name) else "no such file or folder; "
-        raise ConfigError(f"{name}: {missing}expected a path ending in .toml")
+    _check_name(name)
     return _pipeline(parse_toml(name), Place(name), problems)
 
 
@@ -258,7 +259,7 @@ def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, An
             nodes.update(_with_aliases(name, table))
     if not nodes:
         if not scalars:
-            raise place.error("no table or key in it")
+            raise place.error("no table or key in it; expected a table for each node, as [decode]")
         pipeline = {key: scalars.pop(key) for key in PIPELINE_KEYS if key in scalars}
         return {GLOBAL: pipeline, DEFAULT_NODE: scalars}
     return {GLOBAL: {**scalars, **nodes.pop(GLOBAL, {})}, **nodes}
@@ -362,7 +363,7 @@ def _node(
         map=read("map", _map, ()),
         filter=read("filter", to_str, None),
         instance_num=read("instance_num", lambda value: _instance_num(value, variants), ()),
-        batching_timeout=read("batching_timeout", _at_least(0, to_float), 0.0),
+        batching_timeout=read("batching_timeout", _at_least(0, _to_ms), 0.0),
         device_id=read("device_id", _at_least(0, to_int), 0),
         decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),
         shared=read("shared", to_bool, False),
@@ -428,7 +429,9 @@ def _read(keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], defa
 def parse_expression_value(value: Value) -> tuple[Call, ...]:
     """Call ``parse_expression`` on a value that must be a string."""
     if not isinstance(value, str):
-        raise ValueError(f"expected a backend expression, got {quoted(value)}")
+        several = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
+        example = f"S[{','.join(value)}]" if several else "DecodeMat"  # type: ignore[arg-type]
+        raise ValueError(f'expected a backend expression in quotes, as "{example}", got {quoted(value)}')
     return parse_expression(value)
 
 
@@ -459,6 +462,13 @@ def _at_least(low: int, convert: Callable[[Value], float]) -> Callable[[Value], 
         return number
 
     return read
+
+
+def _to_ms(value: Value) -> float:
+    try:
+        return to_float(value)
+    except ValueError as error:
+        raise ValueError(f"{error} (milliseconds)") from None
 
 
 _positive = _at_least(1, to_int)
@@ -495,7 +505,8 @@ def _map(value: Value) -> tuple[MapSource, ...]:
     while position < len(text):
         match = _MAP_SOURCE.match(text, position)
         if match is None:
-            raise ValueError(f"expected source[key:newkey,…] at column {position + 1} of {quoted(text)}")
+            place = f"at column {position + 1} of {quoted(text)}"
+            raise ValueError(f"expected source[key:newkey,…] {place}, as decode[result:data]")
         sources.append(MapSource(match.group("node"), _pairs(match.group("pairs"), text)))
         position = match.end()
     if not sources:

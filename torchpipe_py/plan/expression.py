@@ -75,7 +75,8 @@ class _Parser:
             calls.append(self.call(depth=1, in_list=False))
         if self.index < len(self.tokens):
             token, column = self.tokens[self.index]
-            raise self._error(f"unexpected {quoted(token)} after a complete expression", column)
+            hint = f"backends in turn are S[{self.text}]: " if token == "," else ""
+            raise self._error(f"{hint}unexpected {quoted(token)} after a complete expression", column)
         return tuple(calls)
 
     def call(self, depth: int, in_list: bool) -> Call:

@@ -18,7 +18,7 @@ FIRST_VERSION = "1"
 MOST_MODELS = 1000
 """Maximum number of files in a folder."""
 
-NO_MODEL = "no model in it; NAME.toml is one, NAME/2.toml a version of one"
+NO_MODEL = "no model in it; expected TOML files: NAME.toml for each model, or NAME/2.toml for a version"
 
 MOST_NAME_CHARACTERS = 200
 """Of a model."""

@@ -161,7 +161,12 @@ def _check_next(node: NodeSpec, nodes: Mapping[str, NodeSpec], problems: Problem
 
 def _check_join(node: NodeSpec, before: tuple[str, ...], reached_from: Mapping[str, frozenset[str]]) -> None:
     if len(before) > 1 and not node.map:
-        raise node.place.error(f"several predecessors ({', '.join(before)}) need a map")
+        first, *others = before
+        example = ",".join([f"{first}[result:data]", *(f"{name}[result:{name}]" for name in others)])
+        text = (
+            f"several predecessors ({', '.join(before)}) need a map: what it reads of each, as map = {quoted(example)}"
+        )
+        raise node.place.error(text)
     for previous in before:
         for root in reached_from[node.name] - reached_from[previous]:
             raise node.place.error(f"waits for {previous!r}, which a request that enters at {root!r} never reaches")
