@@ -21,7 +21,7 @@ port=$(sed -n 's/^serving .* on .*:\([0-9]*\) .*/\1/p' "$log")
 
 echo; echo "load test, 48 held-out images 10,000 times in all, from 10 client processes:"
 "$bin/python" scripts/client_qps.py --img_dir configs/demo/images --port "$port" --json "$report" \
-  --request_client 10 --request_batch 1 --total_number 10000 --labels_from_names --server_pid "$service"
+  --request_client 10 --request_batch 1 --total_number 10000 --labels_from_names --server_pid "$service" || test $? = 4  # busy: it measured itself
 "$bin/python" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["accuracy"] < 0.95)' "$report"
 
 echo; echo "stopping the service"

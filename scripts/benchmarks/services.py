@@ -23,6 +23,7 @@ import psutil
 
 from benchmarks.common import REPOSITORY, Load, python
 from torchpipe_py.tools.export.config import to_toml
+from torchpipe_py.tools.load.judge import EXIT_FAILED, EXIT_INVALID, EXIT_OK
 from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, node_figures
 
 MIB = 2**20
@@ -107,9 +108,11 @@ def client_report(port: int, images: Path, clients: int, seconds: float, options
         command += ["--duration", str(seconds), *_WARMUP, *options]
         streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(command, check=False, timeout=seconds + _REPORT_SECONDS, **streams)
-        if done.returncode:
+        if done.returncode not in (EXIT_OK, EXIT_FAILED, EXIT_INVALID):
             raise RuntimeError(f"the load tester exited with {done.returncode}: {done.stderr.strip()[-300:]}")
         report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
+    if report["errors"] or not report.get("stable", True):
+        raise RuntimeError(f"the load tester failed: {report['errors'] or report['unstable_because']}")
     return report
 
 

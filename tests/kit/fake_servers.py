@@ -22,6 +22,7 @@ import pytest
 from kit.clients import IDL
 from kit.peer import Call, ScriptedServer, Step, answer, fails, fails_undeclared, hang_up, reply, stall, trickle
 from kit.waits import WAIT, run
+from torchpipe_py.tools.load import judge
 from torchpipe_py.tools.load.run import main
 
 CLIENT_QPS = str(Path(__file__).resolve().parents[2] / "scripts" / "client_qps.py")
@@ -148,6 +149,12 @@ def load(
     done = run(*arguments)
     assert path.exists(), done.stderr
     return done, json.loads(path.read_text())
+
+
+def status_of(report: dict[str, Any], otherwise: int = 0) -> int:
+    """The exit status: ``otherwise``, unless the machine held up the tester itself."""
+    is_valid = all(each["valid"] for each in report.get("runs", [report]))
+    return otherwise if is_valid else judge.EXIT_INVALID
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

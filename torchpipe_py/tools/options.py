@@ -294,8 +294,8 @@ ELSEWHERE = {
 _STATUSES = """\
 exit status: 0 every image has a result, the run was stable and any SLO was met; 1 it could not run;
 2 some images have no result, or an open loop was unstable (or the arguments are wrong); 3 the SLO was missed, or
---search found no rate that meets it; 130 interrupted. A sweep has the status of its worst run (2, then 3,
-then 0), or of what stopped it."""
+--search found no rate that meets it; 4 INVALID, it measured the tester itself; 130 interrupted. A sweep has the status
+of its worst run (4, then 2, 3, 0), or of what stopped it."""
 
 
 def add_load_options(parser: argparse.ArgumentParser, clients: str) -> None:

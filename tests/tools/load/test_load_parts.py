@@ -410,7 +410,7 @@ def test_search_of_a_rate_that_holds_the_slo(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("slo", "own", "valid", "exit_status"),
-    [(60.0, 5.0, True, 0), (9.0, 0.0, True, 3), (9.0, 5.0, False, 3)],
+    [(60.0, 5.0, True, 0), (9.0, 0.0, True, 3), (9.0, 5.0, False, 4)],
     ids=["met with its share", "missed without it", "between the two"],
 )
 def test_a_run_that_the_tester_limits_is_judged_by_bounds(
@@ -465,11 +465,13 @@ def test_runs_that_are_done_survive_one_that_cannot_start(error: BaseException, 
         (10, {"latency_ms": None}, 3),
         (10, {"images_unsent": 1}, 3),
         (None, {"interrupted": True, "errors": {"timeout": 1}}, 130),
+        (1, {"valid": False, "errors": {"timeout": 1}, "stable": False}, 4),
+        (None, {"valid": False, "interrupted": True}, 130),
     ],
 )
 def test_exit_status(slo_ms: float | None, changes: dict[str, Any], status: int) -> None:
     assert judge.judge(made_report(**changes), slo_ms)["exit_status"] == status
-    assert (judge.worst([0, 3, 2]), judge.worst([])) == (2, 0)
+    assert (judge.worst([0, 3, 2]), judge.worst([3, 4, 2]), judge.worst([])) == (2, 4, 0)
 
 
 # --- comparisons and files

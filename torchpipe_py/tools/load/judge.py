@@ -13,7 +13,7 @@ from torchpipe_py.tools.load.arrivals import NS_PER_S, Load
 from torchpipe_py.tools.load.records import Records
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
-EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 LATE_MS = 1.0  # a later send counts as late; on an idle machine a process wakes up about 0.1 ms late
 TESTER_LIMIT = 0.01  # largest share of sends that were late while their client was free
@@ -27,7 +27,7 @@ _STEPS_PER_DECADE = 12
 _BINS = 48
 _CALLS_TO_JUDGE = 20
 _CLIENTS_TO_SPARE = 1.5
-_WORST_FIRST = (EXIT_INTERRUPTED, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_OK)
+_WORST_FIRST = (EXIT_INTERRUPTED, EXIT_INVALID, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_OK)
 
 
 # --- percentiles and series
@@ -202,6 +202,8 @@ def judge(report: dict[str, Any], slo_ms: float | None) -> dict[str, Any]:
             _bound(report, slo_ms, *bounds)
     if report["interrupted"]:
         status = EXIT_INTERRUPTED
+    elif not report["valid"]:
+        status = EXIT_INVALID  # whatever else: its figures are the tester's
     elif report["errors"] or not report.get("stable", True):
         status = EXIT_FAILED
     else:

@@ -161,33 +161,25 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
 
 
 def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """One run of ``load`` or ``bench`` as names and values."""
-    settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
+    """One run of ``load`` or ``bench`` as names and values: the answer, what to mind about it, then the details."""
+    settings, is_bench = report["settings"], "config" in report["settings"]
+    rows = [("run", _verdict(report)), *_answer_rows(report)]
+    rows += [("WARNING", warning) for warning in report["warnings"]]
+    machine = report["machine"]
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
-    is_bench, failed = "config" in settings, report["images_failed"]
     low = ", priority 1 (low)" if settings.get("priority") else ""
     about = "{config} in this process, clients are threads" if is_bench else "{host}:{port} ({transport})"
-    rows = [
+    rows += [
         ("config" if is_bench else "server", about.format_map(settings)),
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
         ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call{low}"),
         ("warm-up", f"{counted(report['warmup_calls'], 'call')} before it, not counted (--warmup)"),
         ("images", "{images_sent} sent, {images_answered} answered, {images_ok} with a result".format_map(report)),
         ("window", f"{report['window_s']:.3f} s"),
-        ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
-        ("results", f"{report['images_ok'] / (report['window_s'] or float('inf')):.1f} images/s"),
     ]
-    rows += [("goodput", _results(report, " images/s"))] if settings.get("slo_p99") else []
-    if report["accuracy"] is not None:
-        rows.append(("accuracy", f"{report['accuracy']:.4f}"))
-    for key, title in (("", "latency"), ("actual_", "latency from send"), ("failed_", "latency of failed calls")):
-        if summary := report.get(f"latency_{key}ms"):
-            figures = (f"{name.replace('_', '.')} {ms:.2f}" for name, ms in summary.items() if name != "count")
-            rows.append((title, "  ".join(figures) + "  ms"))
-        elif not key:
-            rows.append((title, "n/a"))
-    rows.append(("errors", counted(failed, "image")))
-    rows += [(f"  {kind}", str(count)) for kind, count in report["errors"].items()]
+    images = report["images_ok_per_second"][: int(report["window_s"])]  # the last second is not a whole one
+    more = f" ... ({len(images)} seconds)" if len(images) > 60 else ""
+    rows += [("per second", " ".join(map(str, images[:60])) + more)] if images else []
     if is_bench:
         rows += node_rows(report["nodes"])
         rows.append(("process CPU", f"{_cpu(report['process_cpu_percent'])}, pipe and clients"))
@@ -195,32 +187,57 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows += _load_rows(report)
     if report["other_cpu_percent"] is not None:
         rows.append(("other processes", _cpu(report["other_cpu_percent"])))
-    more = f" ... ({len(images)} seconds)" if len(images) > 60 else ""
-    rows.append(("per second", " ".join(map(str, images[:60])) + more))
-    rows += [("WARNING", warning) for warning in report["warnings"]]
-    verdict = f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"
-    if report.get("tester_limited"):
-        verdict = "valid for the SLO only: other figures include the tester"
-    if not report["valid"]:
-        verdict = "INVALID: it measures the tester itself"
+    return rows
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """What the figures are good for."""
+    failed = report["images_failed"]
     if report["interrupted"]:
-        verdict = "INTERRUPTED: the numbers are of a part of it"
-    return [*rows, ("run", verdict)]
+        return "INTERRUPTED: the numbers are of a part of it"
+    if not report["valid"]:
+        return "INVALID: it measures the tester itself"
+    if report.get("tester_limited"):
+        return "valid for the SLO only: other figures include the tester"
+    return f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"
 
 
-def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
+def _answer_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Throughput, latency, and whether the limits were kept."""
+    rows = [
+        ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
+        ("results", f"{report['images_ok'] / (report['window_s'] or float('inf')):.1f} images/s"),
+    ]
+    rows += [("goodput", _results(report, " images/s"))] if report["settings"].get("slo_p99") else []
+    for key, title in (("", "latency"), ("actual_", "latency from send"), ("failed_", "latency of failed calls")):
+        if summary := report.get(f"latency_{key}ms"):
+            figures = (f"{name.replace('_', '.')} {ms:.2f}" for name, ms in summary.items() if name != "count")
+            rows.append((title, "  ".join(figures) + "  ms"))
+        elif not key:
+            rows.append((title, "n/a"))
+    if (slo := report.get("slo")) is not None:
+        measured = "none" if slo["p99_ms"] is None else f"{slo['p99_ms']:.2f} ms"
+        rows.append(("SLO", f"{'met' if slo['met'] else 'MISSED'}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms"))
     if "stable" in report:
         late = report["late_sends"]
         blame = f"{late['share_by_waiting']:.1%} waiting for a reply, {late['share_by_tester']:.1%} the tester's own"
         rows += [
+            ("stability", "stable" if report["stable"] else "UNSTABLE: " + "; ".join(report["unstable_because"])),
             ("rate", f"{report['achieved_rate']:.1f} of {report['offered_rate']:.1f} images/s offered"),
             ("late sends", f"{late['share']:.1%} by more than {late['threshold_ms']:g} ms: {blame}"),
-            ("stability", "stable" if report["stable"] else "UNSTABLE: " + "; ".join(report["unstable_because"])),
         ]
-    if (slo := report["slo"]) is not None:
-        measured = "none" if slo["p99_ms"] is None else f"{slo['p99_ms']:.2f} ms"
-        rows.append(("SLO", f"{'met' if slo['met'] else 'MISSED'}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms"))
+    if report["accuracy"] is not None:
+        rows.append(("accuracy", f"{report['accuracy']:.4f}"))
+    rows.append(("errors", counted(report["images_failed"], "image")))
+    examples = report["error_examples"]
+    for kind, count in report["errors"].items():
+        rows.append((f"  {kind}", f"{count}, for example: {examples[kind]}" if kind in examples else str(count)))
+    return rows
+
+
+def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """CPU and GPU use of server and tester, and the service's figures."""
+    rows: list[tuple[str, str]] = []
     cost = f"{_cpu(report['tester_cpu_percent'])}, busiest process {_cpu(report['tester_busiest_client_percent'])}"
     if report["tester_cpu_us_per_call"] is not None:
         cost += f", {report['tester_cpu_us_per_call']:.1f} µs per call"
@@ -293,7 +310,7 @@ def search_line(report: dict[str, Any]) -> str:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print the table of one or several runs to stdout, and warnings and errors also to stderr."""
+    """Print the table of one or several runs to stdout; the warnings of several, which it lacks, to stderr."""
     if "runs" in report:
         print("\n".join(aligned(map(run_cells, report["runs"]), HEADS)))
         if "search" in report:
@@ -305,13 +322,6 @@ def print_report(report: dict[str, Any]) -> None:
                 print(f"{run['point']}: {warning}", file=sys.stderr)
         return
     print("\n".join(aligned(run_rows(report))))
-    for warning in report["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
-    if report["errors"]:
-        kinds = ", ".join(f"{kind} {images}" for kind, images in report["errors"].items())
-        print(f"{counted(report['images_failed'], 'image')} failed: {kinds}", file=sys.stderr)
-    for kind, message in report["error_examples"].items():
-        print(f"{kind}, for example: {message}", file=sys.stderr)
 
 
 # --- the CSV file
@@ -393,7 +403,8 @@ def _limit(report: dict[str, Any]) -> tuple[str, float] | None:
 
 def _run_charts(report: dict[str, Any]) -> Iterator[str]:
     """Charts of percentiles, a histogram of latencies, and throughput and latency by second, as far as available."""
-    curve, bars, rows = report["percentiles_ms"], report["histogram_ms"], report["per_second"]
+    curve, bars = report["percentiles_ms"], report["histogram_ms"]
+    rows = report["per_second"][: int(report["window_s"])]  # the last second is not a whole one
     is_open = "stable" in report
     if curve:
         lines = [Line("from when it was due" if is_open else "latency", _nines(curve), "blue")]

@@ -57,7 +57,7 @@ def progress_of(total: int | None, wanted: bool) -> Iterator[Callable[[int], Non
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """0 if any image has a result, 1 if none, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot run."""
+    """0 if any image has a result, 1 if none, 4 if invalid, 130 after Ctrl-C. ``TorchpipeError`` if it cannot run."""
     try:
         report = _bench(args)
     except KeyboardInterrupt:
@@ -68,6 +68,8 @@ def run_bench(args: argparse.Namespace) -> int:
         write_json(args.json, report)
     if report["interrupted"]:
         return judge.EXIT_INTERRUPTED
+    if not report["valid"]:
+        return judge.EXIT_INVALID
     return judge.EXIT_OK if report["images_ok"] else EXIT_ALL_FAILED
 
 
