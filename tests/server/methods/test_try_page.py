@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import os
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -205,6 +207,11 @@ def test_page_is_for_browsers_and_can_be_turned_off() -> None:
             assert (status, fields["vary"]) == (200, "Accept")
             assert {"GET /", "POST /infer", "GET /v2", "GET /openapi.json", "monitoring"} <= json.loads(body).keys()
         assert fetch(server.port, "/", "HEAD").status == 200
+        samples = re.search(r'data-samples="(.*?)"', fetch(server.port, "/", Accept="text/html").body.decode())
+        assert samples is not None
+        for sample in json.loads(html.unescape(samples[1])):
+            assert ask(server.port, base64.b64decode(sample["data"]))[0] == 200, sample["name"]
+        assert 1000 < len(samples[1]) < 25_000
     with serving("configs/demo.toml", no_page=True) as server:
         assert fetch(server.port, "/", Accept="text/html").status == 404
         assert ask(server.port, IMAGE.read_bytes(), "/try")[0] == 404
@@ -224,6 +231,19 @@ def test_page_works_in_a_browser(tmp_path: Path) -> None:
             assert tab.value("document.querySelectorAll('#images img').length") == 3
             assert tab.value("document.documentElement.scrollWidth") <= width
         assert "node_name=decode" in tab.value("document.getElementById('code').textContent")
+        # What is looked at stays where it is: a sample, then the same again with the JSON open and closed.
+        tab.value("document.querySelector('#samples button').click()")
+        place = "Math.round(document.getElementById('nodes').getBoundingClientRect().top) + 0"
+        tab.wait_for("!document.getElementById('outcome').classList.contains('stale')")
+        tab.value("document.getElementById('nodes').scrollIntoView()")
+        before = tab.value(place)
+        for _ in range(2):
+            tab.value("document.querySelector('#nodes li').className = 'old'; document.getElementById('again').click()")
+            tab.wait_for("!document.querySelector('#nodes .old')")
+            assert tab.value(place) == before
+            tab.value("document.querySelector('#json-box summary').click()")
+            tab.value("document.getElementById('nodes').scrollIntoView()")
+            before = tab.value(place)
         # By keyboard alone: another model, then the same image again.
         tab.value("document.activeElement.blur()")
         for wanted, key in (("model", "ArrowDown"), ("again", "Enter")):

@@ -175,8 +175,13 @@ def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
         {"name": each.name, "version": each.version, "node_name": each.node_name or "", "parameters": _parameters(each)}
         for each in models
     ]
+    samples = [
+        {"name": each.name, "type": f"image/{each.suffix[1:]}", "data": base64.b64encode(each.read_bytes()).decode()}
+        for each in sorted((_FOLDER / "samples").iterdir())
+    ]
     for mark, part in (
-        ("MONITORING", str(monitoring_port)), ("STYLE", style), ("SCRIPT", script),
+        ("SAMPLES", escape(json.dumps(samples))), ("MONITORING", str(monitoring_port)),
+        ("STYLE", style), ("SCRIPT", script),
         ("MODELS", escape(json.dumps(named))),  # NOTE: last, since names may have any characters
     ):  # fmt: skip
         text = text.replace(f"@{mark}@", part, 1)

@@ -2,9 +2,11 @@
 
 const byId = (id) => document.getElementById(id);
 const models = JSON.parse(document.body.dataset.models);
+const samples = JSON.parse(document.body.dataset.samples);
 let image = null; // the File that was chosen last
 let told = null; // what the service said of it
 let asked = 0; // questions so far: an answer to an earlier one comes too late
+let isJsonChosen = false; // whether the reader opened or closed the JSON
 
 /** An element with properties and children; texts are never read as HTML. */
 function make(tag, properties = {}, ...children) {
@@ -38,22 +40,33 @@ function choose(file) {
   byId("picture").src = URL.createObjectURL(file);
   byId("stage").hidden = false;
   byId("again").disabled = false;
+  draw([], ["", 1, 1]); // the boxes are of another image
   ask();
 }
 
 async function ask() {
   const number = ++asked;
   say("asking …");
-  draw([], ["", 1, 1]);
+  byId("outcome").classList.add("stale");
   try {
     const answer = await fetch(`/try${query()}`, { method: "POST", body: image, headers: { "Content-Type": "application/octet-stream" } });
     const body = await answer.json();
     if (number !== asked) return;
     told = answer.ok ? body : { status: answer.status, answer: body, nodes: [], ms: 0 };
-    show();
+    inPlace(show);
   } catch (error) {
     if (number === asked) say(`no answer: ${error.message}`, true);
   }
+}
+
+/** Changes the page; the first heading in view stays where it is. */
+function inPlace(change) {
+  const seen = [...document.querySelectorAll("main h2")].find((heading) => heading.getBoundingClientRect().bottom > 0);
+  const before = seen?.getBoundingClientRect().top;
+  const room = byId("outcome").parentElement;
+  room.style.minHeight = `${room.offsetHeight}px`; // a shorter answer leaves the room: nothing below it moves
+  change();
+  if (seen) scrollBy(0, seen.getBoundingClientRect().top - before);
 }
 
 function say(text, isBad = false) {
@@ -68,19 +81,28 @@ function show() {
   const isGood = status === 200;
   say(isGood ? `answered in ${ms(told.ms)}` : `${answer.code}: ${answer.error}`, !isGood);
   byId("outcome").hidden = false;
+  byId("outcome").classList.remove("stale");
+  byId("empty").hidden = true;
   byId("json").textContent = JSON.stringify(answer, null, 1).slice(0, 100000);
   const boxes = isGood ? boxesOf(answer) : [];
   const labels = isGood ? labelsOf(answer) : [];
-  byId("labels").replaceChildren(...[...labels, ...boxes.filter((box) => box.label)].slice(0, 100).map(labelRow));
-  byId("json-box").open = !byId("labels").childElementCount;
+  const rows = [...labels, ...boxes.filter((box) => box.label)].slice(0, 100);
+  byId("labels").replaceChildren(...rows.flatMap(labelRow), ...(isGood ? Object.entries(answer).flatMap(arrayRow) : []));
+  const meanings = [rows.some(({ score }) => Number.isFinite(score)) ? "score: how sure the model is, from 0 to 1" : "",
+    boxes.length ? "box: left, top, right and bottom, in pixels" : ""].filter(Boolean);
+  byId("meaning").hidden = !meanings.length;
+  byId("meaning").textContent = meanings.join("; ");
+  if (!isJsonChosen) byId("json-box").open = !byId("labels").childElementCount;
   const images = nodes.filter((node) => node.image);
   const spaces = [["the image as it was sent", 0, 0], ...images.map(({ node, image: { width, height } }) =>
     [`${node}: ${width} × ${height}`, width, height])];
+  const chosen = Math.max(0, spaces.findIndex(([text]) => text === byId("space").value)); // as for the answer before
   byId("space").replaceChildren(...spaces.map(([text]) => make("option", { textContent: text })));
+  byId("space").selectedIndex = chosen;
   byId("space").onchange = () => draw(boxes, spaces[byId("space").selectedIndex]);
   byId("space-line").hidden = !boxes.length;
-  draw(boxes, spaces[0]);
-  byId("total").textContent = `total ${ms(told.ms)}`;
+  draw(boxes, spaces[chosen]);
+  byId("total").textContent = `total ${ms(told.ms)}: from the request's arrival to its answer, without the network`;
   byId("nodes").replaceChildren(...nodes.map(nodeRow));
   byId("images").replaceChildren(...(images.length ? images.map(figureOf) : [make("p", { className: "key",
     textContent: "No node ends with an image: each backend of a Sequential is inside its node." })]));
@@ -122,12 +144,22 @@ function boxesOf(value, found = []) {
   return found;
 }
 
-function labelRow({ label, score }) {
+function labelRow({ label, score, box }) {
   const share = Number.isFinite(score) ? Math.min(1, Math.max(0, score)) : 0;
   const bar = make("span", { className: "compute" });
   bar.style.width = `${100 * share}%`;
-  return make("div", { className: "row" }, make("b", { textContent: label }), make("span", { className: "track" }, bar),
-    make("small", { textContent: Number.isFinite(score) ? score.toPrecision(3) : "" }));
+  const row = make("div", { className: "row" }, make("b", { textContent: label }), make("span", { className: "track" }, bar),
+    make("small", { textContent: Number.isFinite(score) ? `score ${score.toPrecision(3)}` : "" }));
+  return box ? [row, make("small", { textContent: `box ${box.map((side) => Math.round(side)).join(", ")}` })] : [row];
+}
+
+/** The size and range of an array in the answer. */
+function arrayRow([name, value]) {
+  const numbers = isArray(value) ? value.data.flat(Infinity).filter(Number.isFinite) : [];
+  if (!numbers.length) return [];
+  const [low, high] = numbers.reduce(([least, most], number) => [Math.min(least, number), Math.max(most, number)], [Infinity, -Infinity]);
+  const text = `${value.shape.join(" × ") || "1"} numbers, from ${low.toPrecision(3)} to ${high.toPrecision(3)}`;
+  return [make("div", {}, make("b", { textContent: name }), ` ${text}`)];
 }
 
 const COLORS = ["#ff3d7f", "#3ccf4e", "#3d8bff", "#ffb020", "#b45cff", "#00c2c7", "#ff6a3d"];
@@ -259,7 +291,7 @@ function nodeRow(node) {
 }
 
 function figureOf({ node, image: { src, width, height } }) {
-  return make("figure", {}, make("img", { src, alt: `the image after ${node}` }),
+  return make("figure", {}, make("img", { src, width, height, alt: `the image after ${node}` }),
     make("figcaption", {}, make("small", { textContent: `${node}: ${width} × ${height}` })));
 }
 
@@ -310,6 +342,20 @@ function showParameters() {
     return make("label", {}, `${name} `, input);
   }));
 }
+
+/** A file of a sample, whose bytes are in the page. */
+function fileOf({ name, type, data }) {
+  return new File([Uint8Array.from(atob(data), (character) => character.charCodeAt(0))], name, { type });
+}
+
+byId("samples").append(...samples.map((sample) => {
+  const { name, type, data } = sample;
+  const button = make("button", { type: "button", title: name }, make("img", { src: `data:${type};base64,${data}`, alt: name }));
+  button.onclick = () => choose(fileOf(sample));
+  return button;
+}));
+byId("json-box").firstElementChild.onclick = () => { isJsonChosen = true; };
+window.addEventListener("resize", () => { byId("outcome").parentElement.style.minHeight = ""; });
 
 byId("model").onchange = () => {
   showParameters();
