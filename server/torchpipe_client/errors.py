@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -24,7 +25,8 @@ class NotConnected(ClientError, ConnectionError):
 def not_connected(address: object, error: OSError) -> NotConnected:
     """The error of a failed attempt to connect, with the system's message if there is one."""
     number = error.errno if isinstance(error, ConnectionError) else None
-    return NotConnected(f"cannot connect to {address}: {error if number is None else os.strerror(number)}")
+    hint = "; is torchpipe-serve running there?" if number == errno.ECONNREFUSED else ""
+    return NotConnected(f"cannot connect to {address}: {error if number is None else os.strerror(number)}{hint}")
 
 
 class ConnectionLost(ClientError, ConnectionError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchpipe_py.backends.signature import Signature
@@ -61,7 +61,7 @@ class Root:
         if own in ([], [TASK_DATA_KEY]):
             if TASK_DATA_KEY not in given:
                 other = next(iter(given), "")
-                raise InvalidRequest(f"unknown input {other[:40]!r}; {nearest(other[:40], self._known())}")
+                raise InvalidRequest(f"unknown input {other[:40]!r}; {nearest(other[:40], self._own())}")
             if len(given) > 1:
                 self._check(given, (TASK_DATA_KEY, *wanted))
             return given
@@ -81,8 +81,11 @@ class Root:
             if name not in known and name not in self._reads and name not in _ALWAYS:
                 raise InvalidRequest(f"unknown input {name[:40]!r}; {nearest(name[:40], self._known())}")
 
+    def _own(self) -> Sequence[str]:
+        return self.names or [TASK_DATA_KEY]
+
     def _known(self) -> list[str]:
-        return [*(self.names or [TASK_DATA_KEY]), *sorted(self._reads or ())]
+        return [*self._own(), *sorted(self._reads or ())]
 
     def output(self, data: Mapping[str, Any], key: str) -> Any:
         """The value of an output: one of the model's own by its name, or else what is under this key of the dict.

@@ -136,11 +136,12 @@ IMAGE = webp_chunks(LOSSY)
 TAGS = [(256, 4, 1, 32), (257, 4, 1, 24)]
 
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "0 bytes: not a JPEG"),
+    "nothing": (b"", "^0 bytes: not a JPEG.* image; nothing was sent$"),
     "one byte": (b"\xff", "not a JPEG"),
     "base64": (b"/9j/4AAQSkZJRg==", 'it looks like base64: decode it first, or send it as JSON, {"inputs": '),
     "URL": (b"data:image/png;base64,iVBORw0KGgo=", "it looks like base64"),
     "JSON": (b'{"inputs": {}}', "it looks like JSON, which over HTTP needs the header Content-Type: application/json"),
+    "a file name": (b"ring_00.jpg", "it looks like the name of a file: send its content"),
     "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "not a JPEG"),
     "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "not a JPEG"),
     "video": (b"\0\0\0\x18ftypisom" + bytes(99), "it looks like a video, which cannot be read as an image"),

@@ -5,6 +5,7 @@ The check comes first because a decoder allocates the size that a header declare
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -116,6 +117,9 @@ def declared_size(data: object) -> ImageHeader | None:
         return None
 
 
+_FILE_NAME = re.compile(rb"[\x20-\x7e]{1,200}\.(?i:jpe?g|png|webp|bmp|gif|tiff?)")
+
+
 def _hint(data: Bytes) -> str:
     """The probable kind of unsupported bytes, and what to do with them."""
     known = _format_of(data)
@@ -127,7 +131,9 @@ def _hint(data: Bytes) -> str:
         return '; it looks like base64: decode it first, or send it as JSON, {"inputs": {"data": {"b64": "…"}}}'
     if bytes(data[:1]) == b"{":
         return "; it looks like JSON, which over HTTP needs the header Content-Type: application/json"
-    return ""
+    if _FILE_NAME.fullmatch(bytes(data[:256])):
+        return "; it looks like the name of a file: send its content, with curl by --data-binary @FILE"
+    return "" if len(data) else "; nothing was sent"
 
 
 class MatDecoder:

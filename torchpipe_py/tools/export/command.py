@@ -137,6 +137,8 @@ def _source(args: argparse.Namespace) -> Source:
     if suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
         command = f"torchpipe export MODEL --weights {args.source}"
         hint = f"weights need their model: {command}"
+    elif os.path.isfile(args.source) and suffix != ".py":
+        hint = "a file of another kind"
     elif suffix == ".py":
         hint = f"name the function in it that returns the model: {args.source}:function"
     raise ToolError(f"{args.source}: {hint}; MODEL is {FORMS}")

@@ -197,7 +197,8 @@ def open_source(text: str) -> Source:
     if not os.path.isdir(folder):
         raise ToolError(f"{text}: no such file or folder (working directory: {os.getcwd()})")
     hint = nearest(os.path.basename(text), os.listdir(folder))
-    raise ToolError(f"{text}: no such file or folder; {hint}")
+    where = f"; {hint}" if hint.startswith("did you mean") else f" (working directory: {os.getcwd()})"
+    raise ToolError(f"{text}: no such file or folder{where}")
 
 
 def _images(folder: str) -> Iterator[str]:
