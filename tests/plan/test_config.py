@@ -113,6 +113,7 @@ def test_syntax_error_names_the_line_and_what_is_expected(tmp_path: Path) -> Non
     for line, expected in (
         ("backend = Identity", 'put quotes around text: backend = "Identity"'),
         ('backend: "Identity"', "a key has '=' after it, as backend = …"),
+        ("decode:", "this is YAML; in TOML a table is [decode]"),
         ("- backend", "this is YAML; in TOML a list is key = [1, 2]"),
         ('{"backend": "Identity"}', "this is JSON; in TOML a table is [name], with a line key = value for each key"),
         ("// decode", "a comment begins with #"),
@@ -133,7 +134,7 @@ def test_syntax_error_names_the_line_and_what_is_expected(tmp_path: Path) -> Non
         with pytest.raises(ConfigError) as error:
             load_config(path)
         number, shown = 2 + line.count("\n"), line.splitlines()[-1]
-        if str(error.value) != f"{path}: not valid TOML: line {number}: {expected}: {shown!r}":
+        if str(error.value) != f"{path}: not valid TOML: line {number}, {shown!r}: {expected}":
             wrong.append(str(error.value))
     assert wrong == []
 
@@ -143,7 +144,7 @@ def test_syntax_error_names_the_line_and_what_is_expected(tmp_path: Path) -> Non
     [
         (None, f"no such file (working directory: {os.getcwd()})"),
         (b'[a]\nbackend = "x"\nbackend = "y"\n', "not valid TOML: "),
-        (b"a = 1\nb = 2\nc = \n", "not valid TOML: line 3: a value is missing after c =: 'c ='"),
+        (b"a = 1\nb = 2\nc = \n", "not valid TOML: line 3, 'c =': a value is missing after c ="),
         (b"[a]\nx = " + b"9" * 5000, "not valid TOML: "),
         (b"[a]\nx = " + b"[" * 3000 + b"]" * 3000, "not valid TOML: "),
         (b"[a]\nx = " + b"{a = " * 3000 + b"1" + b"}" * 3000, "not valid TOML: "),

@@ -506,7 +506,7 @@ def _map(value: Value) -> tuple[MapSource, ...]:
         match = _MAP_SOURCE.match(text, position)
         if match is None:
             place = f"at column {position + 1} of {quoted(text)}"
-            raise ValueError(f"expected source[key:newkey,…] {place}, as decode[result:data]")
+            raise ValueError(f"expected source[key:newkey,…] {place}; for example decode[result:data]")
         sources.append(MapSource(match.group("node"), _pairs(match.group("pairs"), text)))
         position = match.end()
     if not sources:

@@ -16,14 +16,14 @@ _WORDS = {
 
 
 def explain(error: Exception, text: str) -> str:
-    """``line 3: …: 'the line'`` for an error of the TOML parser; its own words if it has no place in ``text``."""
+    """``line 3, 'a = b': …`` for an error of the TOML parser; its own words if it has no place in ``text``."""
     words, place = str(error), re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
     lines = text.splitlines()
     if place is None or not lines:
         return words
     number = min(int(place[1]), len(lines)) if place[1] else len(lines)
     line, problem = lines[number - 1].strip(), words[: place.start()]
-    return f"line {number}: {_expected(line, problem) or problem}: {quoted(line)}"
+    return f"line {number}, {quoted(line)}: {_expected(line, problem) or problem}"
 
 
 def _expected(line: str, problem: str) -> str:
@@ -36,6 +36,7 @@ def _expected(line: str, problem: str) -> str:
         (problem.startswith("Cannot overwrite"), f"{key.strip('[]')!r} is set twice"),
         (problem.startswith("Cannot declare"), f"the table {line} occurs twice"),
         (first and not equals, first),
+        (not equals and line.endswith(":"), f"this is YAML; in TOML a table is [{line[:-1]}]"),
         (not equals and re.match(r"[\w.-]+:", line), f"a key has '=' after it, as {line.partition(':')[0]} = …"),
         (not equals, "expected a table, as [name], or a key with its value, as key = value"),
         (line.startswith("["), "a table's name ends with ], as [name]"),
