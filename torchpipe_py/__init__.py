@@ -37,7 +37,7 @@ from torchpipe_py.registry import Registry, import_code, register_backend, regis
 from torchpipe_py.results import Detections
 from torchpipe_py.runtime.pipe import Ticket, pipe
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0rc2"
 
 __all__ = [
     "TASK_BOX_KEY",
