@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ class FakePipe:
     models = ()
     only_root = "node"
     roots: Mapping[str, str] = {}
+
+    def arriving(self) -> Any:
+        return nullcontext()
 
     def follow_models(self, changed: Any) -> None:
         """They never change."""

@@ -385,7 +385,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("{folder}/my_service.py:Mine", ""),
         ("my_service", "expected package.module:Class"),
         ("my_service:Mein", "no such class; did you mean 'Mine'?"),
-        ("my_servise:Mine", "No module named 'my_servise'"),
+        ("my_servise:Mine", "my_servise: no such module"),
     ],
 )
 def test_finds_handler_by_reference_or_says_why_not(folder: Path, reference: str, text: str) -> None:
