@@ -15,7 +15,7 @@ from torchpipe_py.backends.model.engine.precision import half_model
 from torchpipe_py.tools.export.config import ENGINE, Files, Transform, followed_by, model_node, to_toml
 from torchpipe_py.tools.export.onnx_file import export_checked
 from torchpipe_py.training import TrainingError
-from torchpipe_py.training.decode import Config, Decoder
+from torchpipe_py.training.decode import Config, Decoder, plans_of
 from torchpipe_py.training.options import choose_devices
 
 PRECISIONS = ("fp32", "fp16")
@@ -70,8 +70,8 @@ def serving_config(
 
 
 def check_preprocessing(toml: Config, size: int) -> None:
-    """Raise ``TrainingError`` unless the result for a small JPEG is a Tensor 1×3×``size``×``size``."""
-    decoder = Decoder(toml, choose_devices("single", None, None))
+    """Raise ``TrainingError`` unless the result for a small image is a Tensor 1×3×``size``×``size``."""
+    decoder = Decoder(plans_of(toml, choose_devices("single", None, None)))
     decoder.close()
     shape = tuple(decoder.trial.shape[-3:])
     if shape != (3, size, size):

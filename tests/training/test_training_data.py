@@ -15,6 +15,8 @@ from kit.training_data import FORKS, taken, wrapped
 from PIL import Image
 
 from torchpipe_py import DecodeError, pipe
+from torchpipe_py.backends.image.decoders import Decoders
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.training import (
     ImageFolder,
     LmdbImages,
@@ -26,9 +28,14 @@ from torchpipe_py.training import (
     pack_folder,
 )
 from torchpipe_py.training.data import reads_floats_as_0_to_1
-from torchpipe_py.training.samples import decode_rgb
+from torchpipe_py.training.samples import pil_image
 
 pytestmark = FORKS
+
+
+def decoded_rgb(encoded: bytes) -> Any:
+    """The image that ``transforms_cpu`` gets."""
+    return pil_image(Decoders.of(plan_pipeline({"backend": "DecodeMat", "color": "rgb"})).decode(encoded))
 
 
 @pytest.fixture
@@ -61,7 +68,7 @@ def test_image_folder_and_transforms_agree_with_torchvision(folder: Path, jpeg: 
     transforms = pytest.importorskip("torchvision.transforms")
     theirs, ours = datasets.ImageFolder(str(folder), loader=cv2_loader), ImageFolder(folder)
     assert ([*theirs], theirs.classes) == ([ours[index] for index in range(7)], ours.classes)
-    mat = np.asarray(decode_rgb(jpeg)).copy()
+    mat = np.asarray(decoded_rgb(jpeg)).copy()
     assert torch.equal(transforms.ToTensor()(mat), TensorToTensor()(mat))
     chain = transforms.Compose([transforms.RandomHorizontalFlip(1.0), TensorToTensor()])
     tensor = torch.from_numpy(mat.transpose(2, 0, 1).copy())[None]
@@ -167,7 +174,7 @@ def test_decoded_and_resized_pixels_equal_the_pipes() -> None:
     toml = {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 20, "resize_w": 31, "color": "rgb"}
     with pipe(toml) as run:
         run(data := {"data": jpeg})
-    decoded = decode_rgb(jpeg)
+    decoded = decoded_rgb(jpeg)
     mat = np.asarray(decoded)
     assert np.array_equal(np.asarray(cv2Resize(20, 31)(decoded)), data["result"])
     assert np.array_equal(cv2Resize(h=20, w=31)(mat), data["result"])
@@ -178,11 +185,11 @@ def test_decoded_and_resized_pixels_equal_the_pipes() -> None:
         with pytest.raises(TypeError, match=r"takes h and w, or OpenCV's size \(w, h\)"):
             cv2Resize(*arguments)  # type: ignore[arg-type]
     with pytest.raises(DecodeError, match="8 bytes"):
-        decode_rgb(b"no image")
+        decoded_rgb(b"no image")
 
 
 def test_cv2_resize_of_opencvs_size_gives_an_array_for_to_pil_image() -> None:
-    decoded = decode_rgb(encode(picture(33, 47)))
+    decoded = decoded_rgb(encode(picture(33, 47)))
     resized = cv2Resize((31, 20))(decoded)
     assert isinstance(resized, np.ndarray)
     assert np.array_equal(resized, np.asarray(cv2Resize(h=20, w=31)(decoded)))

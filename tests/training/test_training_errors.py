@@ -189,7 +189,11 @@ NO_CUDA = [] if torch.cuda.is_available() else [
             TrainingError,
             "the transforms must give a Tensor, got ndarray",
         ),
-        ({"transforms_gpu": lambda image: 1 / 0}, TrainingError, "JPEG: transforms_gpu raised ZeroDivisionError"),
+        (
+            {"transforms_gpu": lambda image: 1 / 0},
+            TrainingError,
+            "small image: transforms_gpu raised ZeroDivision",
+        ),
         ({"dataset": Stream()}, TrainingError, "no indices"),
         ({"batch_size": None}, TrainingError, "forms no batches"),
         ({"collate_fn": list}, TrainingError, "collate_labels="),

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from torchpipe_py.backends.image.decoders import Decoders, small_mat
 from torchpipe_py.backends.image.mat import MAT_COLORS
 from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
@@ -15,7 +16,7 @@ from torchpipe_py.ray.columns import Column, columns_of
 from torchpipe_py.ray.resources import plan_replica, resources_of
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import Data, pipe
-from torchpipe_py.training.decode import outcome, small_jpeg, small_mat, unlimited
+from torchpipe_py.training.decode import outcome, unlimited
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import check_bad_samples
 from torchpipe_py.training.samples import EMPTY, NO_BYTES, WRONG, Sample
@@ -69,9 +70,10 @@ class PipeMapper:
         self._column, self._bad_samples, self._error = column, bad_samples, f"{prefix}{ERROR}"
         given = {TASK_COLOR_KEY: color, TASK_NODE_NAME_KEY: node_name}
         self._keys = {key: value for key, value in given.items() if value is not None}
-        self._pipe = pipe(unlimited(plan_replica(config)))
+        plan = plan_replica(config)
+        make = Decoders.of(plan, node_name).small_image if color is None else small_mat
+        self._pipe = pipe(unlimited(plan))
         try:
-            make = small_jpeg if color is None else small_mat
             tried = self._run_examples(examples or [make(*size) for size in SIZES])
             self._columns: list[Column] = []
             for key in outputs:

@@ -16,7 +16,7 @@ import torch
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.augment import takes_seeds
 from torchpipe_py.training.data import reads_floats_as_0_to_1
-from torchpipe_py.training.decode import shares_of
+from torchpipe_py.training.decode import TRIAL, shares_of
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import BATCH, SAMPLE, PlannedBatch, forked, key_of
@@ -82,7 +82,7 @@ class Batcher:
         with self.streams.active(), forked(self.devices) as seed:
             seed(key_of(SAMPLE, options.seed))
             self.streams.adopt(trial)
-            self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
+            self._blank = torch.zeros_like(self._transformed(trial, TRIAL), device="cpu")
 
     def stacked(self, planned: PlannedBatch, samples: Sequence[Sample]) -> list[Any] | None:
         """The images of each share as one Tensor for ``batch``, or ``None`` if transforms or an error come first.

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
@@ -23,6 +22,8 @@ from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.samples import CORRUPT, WRONG, Sample
 
 CHUNK = 16
+TRIAL = "a small image"
+"""What messages call the image that pipes and transforms are tried on."""
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -32,25 +33,30 @@ def unlimited(pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, spec=replace(pipeline.spec, max_inflight=MOST_INFLIGHT))
 
 
-class Decoder:
-    """A pipe for each of ``devices``; the pipes decode their shares of a batch at the same time.
+def plans_of(toml_path: Config, devices: Sequence[Any], processes: int = 1) -> list[Pipeline]:
+    """A plan for each device; ``processes`` share the cores.
 
     ``toml_path`` is any configuration that ``pipe`` takes; on a GPU, ``device_id`` of every node is set to that GPU.
-    Raises the errors of ``pipe``, and ``TrainingError`` if the result for a small JPEG is not a Tensor.
+    Raises the ``ConfigError`` of ``pipe``.
+    """
+    return [unlimited(plan_pipeline(on_device(toml_path, device), processes=processes)) for device in devices]
+
+
+class Decoder:
+    """A pipe for each of ``plans``; the pipes decode their shares of a batch at the same time.
+
+    Raises the errors of ``pipe``, and ``TrainingError`` if the result for a small image is not a Tensor.
     """
 
-    def __init__(self, toml_path: Config, devices: Sequence[Any]) -> None:
+    def __init__(self, plans: Sequence[Pipeline]) -> None:
         self._pipes: list[pipe] = []
-        worker = get_worker_info()
-        processes = 1 if worker is None else worker.num_workers  # which share the cores
         try:
-            for device in devices:
-                plan = plan_pipeline(on_device(toml_path, device), processes=processes)
-                self._pipes.append(pipe(unlimited(plan)))
-            self._pipes[0](request := {TASK_DATA_KEY: small_jpeg()})
+            for plan in plans:
+                self._pipes.append(pipe(plan))
+            self._pipes[0](request := {TASK_DATA_KEY: Decoders.of(plans[0]).small_image()})
             trial = _with_image(Sample(0), request, None)
             if trial.kind:
-                raise TrainingError(f"the pipe gave no image for a small JPEG: {trial.reason}")
+                raise TrainingError(f"the pipe gave no image for {TRIAL}: {trial.reason}")
         except BaseException:
             self.close()
             raise
@@ -106,19 +112,6 @@ def shares_of(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
     """Split ``items`` into ``count`` consecutive parts, of the sizes that ``DataParallel`` uses."""
     size = max(1, -(-len(items) // count))
     return [items[start * size : (start + 1) * size] for start in range(count)]
-
-
-def small_mat(height: int = 64, width: int = 64) -> np.ndarray:
-    """A small Mat with a range of colours."""
-    down, across = (np.linspace(0, 252, side, dtype=np.uint8) for side in (height, width))
-    return np.stack([*np.meshgrid(across, down), np.full((height, width), 128, np.uint8)], axis=2)
-
-
-def small_jpeg(height: int = 64, width: int = 64) -> bytes:
-    """``small_mat`` as a JPEG."""
-    import cv2
-
-    return cv2.imencode(".jpg", small_mat(height, width))[1].tobytes()
 
 
 def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:

@@ -26,8 +26,9 @@ class LoaderOptions:
     ``transforms_batch`` is called after that with the whole batch, N×C×H×W (in "dp" without ``gather``, with each
     device's share), masked images included. If it has a parameter ``seeds``, as an ``Augmentation`` has, that is a
     Tensor of N int64 on the CPU: the seed of each sample (see ``seed``). A share ``cpu_percentage`` (0..1) of the
-    batches is processed differently: in the DataLoader's workers, ``transforms_cpu`` is called for each sample with an
-    RGB ``PIL.Image`` decoded by OpenCV, and returns a Tensor C×H×W.
+    batches is processed differently: in the DataLoader's workers, ``transforms_cpu`` is called for each sample with a
+    ``PIL.Image``, and returns a Tensor C×H×W. The image is decoded as the TOML says (``formats``, ``max_pixels``,
+    ``color``): mode "L" for gray, otherwise "RGB" with the channels in the order of the pipe's result.
 
     ``seed``: random transforms draw from the global generators of Python, NumPy and PyTorch (and of the CUDA device).
     Before each sample these are seeded from ``seed``, the epoch, the sample's index and its earlier occurrences in the

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from torchpipe_py.backends.image.decode import MatDecoder
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.errors import DecodeError, first_line
 from torchpipe_py.training.errors import BadSample, TrainingError, UnreadableFile
 from torchpipe_py.training.plan import SAMPLE, PlannedBatch, forked, key_of
@@ -52,10 +52,15 @@ class Sample:
 
 
 class SampleReader:
-    """Reads the user's dataset; a sample that cannot be read comes back with the reason."""
+    """Reads the user's dataset; a sample that cannot be read comes back with the reason.
 
-    def __init__(self, dataset: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int) -> None:
-        self.dataset, self._transforms_cpu, self._seed = dataset, transforms_cpu, seed
+    ``transforms_cpu`` gets images that ``decoders`` decode.
+    """
+
+    def __init__(
+        self, dataset: Any, transforms_cpu: Callable[[Any], Any] | None, seed: int, decoders: Decoders
+    ) -> None:
+        self.dataset, self._transforms_cpu, self._seed, self._decoders = dataset, transforms_cpu, seed, decoders
 
     def read(self, epoch: int, planned: PlannedBatch) -> Iterator[Sample]:
         """The samples of a batch; in a worker, samples of CPU batches are transformed."""
@@ -84,7 +89,7 @@ class SampleReader:
         """Decode it and apply ``transforms_cpu``, seeded by its key. Not for a thread that runs beside the training."""
         assert self._transforms_cpu is not None
         try:
-            picture = decode_rgb(sample.image)
+            picture = pil_image(self._decoders.decode(sample.image))
         except DecodeError as error:
             sample.fail(CORRUPT, str(error))
             return
@@ -105,14 +110,11 @@ class SampleReader:
         return f"sample {index}" if path is None else f"sample {index} ({path})"
 
 
-def decode_rgb(encoded: bytes) -> Any:
-    """An RGB ``PIL.Image`` with the same pixels as ``DecodeMat``: turned upright by EXIF, 8 bits.
-
-    Raises ``DecodeError`` for bytes that are not an image.
-    """
+def pil_image(mat: Any) -> Any:
+    """A Mat as a ``PIL.Image`` of mode "RGB", in which the order of the channels stays, or "L" for one channel."""
     from PIL import Image
 
-    return Image.fromarray(MatDecoder("rgb")(encoded))
+    return Image.fromarray(mat[:, :, 0] if mat.shape[2] == 1 else mat)
 
 
 def _path(dataset: Any, index: int) -> str | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.errors import counted, nearest
 from torchpipe_py.training.batcher import Batcher, LoaderStatistics
-from torchpipe_py.training.decode import Config, Decoder
+from torchpipe_py.training.decode import Config, Decoder, plans_of
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.loader import Source, TorchpipeLoader
 from torchpipe_py.training.options import LoaderOptions, choose_devices
@@ -106,7 +107,9 @@ def _check(dataloader: Any, ranks: RankGroup | None) -> None:
 
 def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices: list[Any]) -> Source:
     """Start workers, then pipes, then create the batcher. If anything fails, nothing is left running."""
-    samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
+    plans = plans_of(toml_path, devices)
+    decoders = Decoders.of(plans[0])
+    samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed, decoders)
     slots = 0
     with ExitStack() as stack:
         # NOTE: start the workers before the pipe: a fork copies no threads, but all locks that they hold.
@@ -115,7 +118,7 @@ def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices
         else:
             reader = BatchReader(dataloader, ReadBatches(samples, dataloader.worker_init_fn), options.seed)
         stack.callback(reader.close)
-        decoder = Decoder(toml_path, devices)
+        decoder = Decoder(plans)
         stack.callback(decoder.close)
         batcher = Batcher(options, devices, samples, LoaderStatistics(), decoder.trial)
         if options.workers_decode:

@@ -21,8 +21,10 @@ from PIL import Image, ImageOps
 
 from torchpipe_py import BackendUnavailable, DecodeError, pipe
 from torchpipe_py.backends.image.decode import HeaderCheck
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.backends.image.gpujpeg import oriented, read_header
-from torchpipe_py.training.samples import decode_rgb
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.training.samples import pil_image
 
 FORMATS = "jpeg, png, webp, bmp, gif, tiff, pnm, avif"
 
@@ -237,12 +239,13 @@ def decoders() -> Iterator[dict[str, Decode]]:
             return decode
 
         bgr = piped(color="bgr")
+        training = Decoders.of(plan_pipeline({"backend": "DecodeMat", "formats": FORMATS, "color": "rgb"}))
         yield {
             "rgb": piped(color="rgb"),
             "bgr": lambda data: bgr(data)[:, :, ::-1],
             "gray": piped(color="gray"),
             "isolated": piped(color="rgb", decode_isolation="process"),
-            "training": lambda data: np.asarray(decode_rgb(data)),
+            "training": lambda data: np.asarray(pil_image(training.decode(data))),
             "gpu": gpu,
         }
 
@@ -257,9 +260,7 @@ def gpu(data: bytes) -> np.ndarray:
 
 def decodes(decoder: str, name: str) -> bool:
     """Whether a decoder takes such files."""
-    if decoder == "gpu":
-        return name.startswith("jpeg") and not {"cmyk", "ycck", "rgb"} & set(name.split())
-    return decoder != "training" or name.split()[0].strip(",") in ("jpeg", "png", "webp", "bmp")
+    return decoder != "gpu" or (name.startswith("jpeg") and not {"cmyk", "ycck", "rgb"} & set(name.split()))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -23,7 +23,7 @@ from torchpipe_py.backends.cuda import no_collection
 from torchpipe_py.errors import Failure, first_line
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.training.batcher import Batch, Batcher, LoaderStatistics
-from torchpipe_py.training.decode import Config, Decoder
+from torchpipe_py.training.decode import Config, Decoder, plans_of
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import WORKERS, PlannedBatch, key_of
@@ -126,7 +126,7 @@ class DecodedBatches(ReadBatches):
         try:
             if devices[0].type == "cuda":
                 torch.cuda.set_device(devices[0])  # no context on another one
-            self._decoder = Decoder(self._toml_path, devices)
+            self._decoder = Decoder(plans_of(self._toml_path, devices, get_worker_info().num_workers))
             self._batcher = Batcher(options, devices, samples, self._statistics, self._decoder.trial)
         except Exception as error:
             self._error = error
