@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,66 @@ def test_image_folder_lists_classes_and_files(folder: Path, tmp_path: Path) -> N
     ):
         with pytest.raises(TrainingError, match=message):
             ImageFolder(place)
+
+
+def test_image_folder_lists_what_torchvisions_lists(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    names = (
+        "b/2.jpg",
+        "b/10.JPEG",
+        "b/a/x.png",
+        "b/a-b/y.webp",
+        "b/c.bmp",
+        "b/._0.jpg",
+        "a/1.ppm",
+        "a/1.PGM",
+        "a/1.tif",
+    )
+    more = (
+        "a/1.tif",
+        "a/1.tiff",
+        "a/.jpg",
+        "a/Thumbs.db",
+        "a/notes.txt",
+        "a/anim.gif",
+        "a/x.jfif",
+        "top.jpg",
+        ".hidden/z.png",
+    )
+    for name in (*names, *more):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (other / "deep").mkdir(parents=True)
+    (other / "deep" / "linked.jpg").touch()
+    (root / "c").symlink_to(other)
+    (root / "b" / "d").symlink_to(other / "deep")
+    (root / "a" / "broken.jpg").symlink_to(root / "nowhere.jpg")
+    ours = ImageFolder(root)
+    listed = [(os.path.relpath(path, root), label) for path, label in ours.samples]
+    assert ours.classes == [".hidden", "a", "b", "c"]
+    assert listed == [
+        (".hidden/z.png", 0),
+        *((f"a/{name}", 1) for name in (".jpg", "1.PGM", "1.ppm", "1.tif", "1.tiff", "broken.jpg")),
+        *((f"b/{name}", 2) for name in ("._0.jpg", "10.JPEG", "2.jpg", "c.bmp")),
+        *((f"b/{name}", 2) for name in ("a/x.png", "a-b/y.webp", "d/linked.jpg")),
+        ("c/deep/linked.jpg", 3),
+    ]
+    with suppress(ImportError):
+        from torchvision.datasets import ImageFolder as Theirs
+
+        theirs = Theirs(str(root))
+        assert (theirs.samples, theirs.classes) == (ours.samples, ours.classes)
+
+
+def test_image_folder_leaves_out_what_would_never_end(tmp_path: Path) -> None:
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    (tmp_path / "a" / "1.jpg").touch()
+    (tmp_path / "a" / "deep" / "again").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "itself").symlink_to(tmp_path / "a" / "itself")
+    os.mkfifo(tmp_path / "a" / "pipe.jpg")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    dataset = ImageFolder(tmp_path)
+    assert (dataset.classes, dataset.samples) == (["a"], [(str(tmp_path / "a" / "1.jpg"), 0)])
 
 
 def test_image_folder_and_transforms_agree_with_torchvision(folder: Path, jpeg: bytes) -> None:

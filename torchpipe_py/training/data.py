@@ -6,20 +6,22 @@ import json
 import numbers
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchpipe_py.backends.image.files import find_images
+from torchpipe_py.backends.image.files import IMAGE_SUFFIXES
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.errors import TrainingError, UnreadableFile, library
 
 FORMAT = 1
 HEADER = b"header"
 COMMIT_BYTES = 64 << 20
+SUFFIXES = (*IMAGE_SUFFIXES, ".ppm", ".pgm")
+"""The suffixes of torchvision's ``ImageFolder``."""
 INTERPOLATION = "INTER_LINEAR"  # ResizeMat's default
 
 
@@ -54,26 +56,59 @@ class ImageFiles:
 
 
 class ImageFolder(ImageFiles):
-    """Images in one folder per class, including subfolders; ``classes`` are sorted by name.
+    """Images in one folder per class, including subfolders and links to folders; ``classes`` are sorted by name.
 
-    It works like torchvision's ``ImageFolder(root, loader=cv2_loader)``, without torchvision. Raises ``TrainingError``
-    for a folder without classes, or a class without images.
+    It has the samples of torchvision's ``ImageFolder(root, loader=cv2_loader)`` in the same order, without torchvision.
+    Left out are named pipes, links to a folder around them, and hidden folders without an image, such as
+    ``.ipynb_checkpoints``. Raises ``TrainingError`` for a folder without classes, or a class without images.
     """
 
     def __init__(self, root: str | os.PathLike[str], loader: Callable[[Any], bytes] = cv2_loader) -> None:
-        self.root = Path(root)
+        self.root = Path(root).expanduser()
         if not self.root.is_dir():
             raise TrainingError(f"{root}: no such folder (working directory: {os.getcwd()})")
-        self.classes = sorted(folder.name for folder in self.root.iterdir() if folder.is_dir())
+        self.classes: list[str] = []
+        samples = []
+        for name in sorted(folder.name for folder in self.root.iterdir() if folder.is_dir()):
+            paths = _images_of(self.root / name)
+            if not paths and name.startswith("."):
+                continue
+            if not paths:
+                raise TrainingError(f"{self.root / name}: no image in it (looked for {' '.join(SUFFIXES)})")
+            samples += [(path, len(self.classes)) for path in paths]
+            self.classes.append(name)
         if not self.classes:
             raise TrainingError(f"{root}: no folder in it; expected one for each class")
-        samples = []
-        for number, name in enumerate(self.classes):
-            try:
-                samples += [(path, number) for path in sorted(map(str, find_images(self.root / name)))]
-            except OSError as error:
-                raise TrainingError(str(error)) from error
         super().__init__(samples, loader)
+
+
+def _images_of(folder: Path) -> list[str]:
+    """The images of a class, folder by folder, as torchvision lists them."""
+    try:
+        return [os.path.join(place, name) for place, names in sorted(_files_below(str(folder))) for name in names]
+    except OSError as error:
+        raise TrainingError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _files_below(folder: str, around: tuple[str, ...] = ()) -> Iterator[tuple[str, list[str]]]:
+    """Each folder from ``folder`` on, and its image files; a link to a folder ``around`` it is not followed."""
+    place, names, folders = os.path.realpath(folder), [], []
+    if place in around:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            is_link = entry.is_symlink()
+            if entry.is_dir(follow_symlinks=False) or (is_link and os.path.isdir(entry.path)):
+                folders.append(entry.path)
+            # A broken link is one of them, and reading it reports the error; reading a FIFO or device may never end.
+            elif entry.name.lower().endswith(SUFFIXES) and (
+                entry.is_file(follow_symlinks=False)
+                or (is_link and (os.path.isfile(entry.path) or not os.path.exists(entry.path)))
+            ):
+                names.append(entry.name)
+    yield folder, sorted(names)
+    for inner in folders:
+        yield from _files_below(inner, (*around, place))
 
 
 def pack_folder(root: str | os.PathLike[str], target: str | os.PathLike[str]) -> int:
