@@ -126,7 +126,8 @@ class TorchpipeLoader:
     """The result of ``wrap_dataloader_torchpipe``. ``for images, labels in loader`` runs one epoch.
 
     It is its own iterator: after an early exit the next ``for`` continues where the last one stopped. After the last
-    batch, call ``reset()`` to begin the next epoch; otherwise another ``for`` raises ``TrainingError``. Iterate,
+    batch, call ``reset()`` to begin the next epoch; otherwise another ``for`` raises ``TrainingError``. So does
+    ``set_epoch`` of the DataLoader's sampler, which the loader calls itself if the program does not. Iterate,
     ``reset`` and ``close`` on the training thread. An error is raised at the batch it belongs to, and again at every
     ``next`` until ``reset``; in "ddp" all ranks raise at the same step, the others ``PeerFailed``.
     """
@@ -163,6 +164,7 @@ class TorchpipeLoader:
         return self._batches
 
     def __iter__(self) -> TorchpipeLoader:
+        self._take_up_chosen_epoch()
         if self._is_over:
             raise TrainingError(f"epoch {self.epoch} is over: call reset() before the next one")
         self._check_usable()
@@ -196,11 +198,18 @@ class TorchpipeLoader:
         return batch
 
     def reset(self, epoch: int | None = None) -> None:
-        """Begin the next epoch, or ``epoch``, with the next batch; the rest of the current one is dropped."""
-        self._go_to(self.epoch + 1 if epoch is None else epoch, 0)
+        """Begin the next epoch, or ``epoch``, with the next batch; the rest of the current one is dropped.
+
+        The next epoch is the one that the program has set by ``set_epoch`` of the sampler, if it has.
+        """
+        chosen = self._planner.take_chosen_epoch()
+        following = self.epoch + 1 if chosen is None else chosen
+        self._go_to(following if epoch is None else epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position: after the last returned batch, regardless of batches read ahead."""
+        if not self._position:
+            self._take_up_chosen_epoch()
         order = self._order if self._position else None
         place = {"epoch": self.epoch, "position": self._position, "order": order}
         return {"version": STATE_VERSION, **self._identity, **place}
@@ -238,6 +247,7 @@ class TorchpipeLoader:
         self._source.close()
         if self._ranks is not None:
             self._ranks.close()
+        self._planner.close()
 
     def __reduce__(self) -> Any:
         raise TypeError("a loader has threads and workers, which cannot be pickled or copied: wrap another DataLoader")
@@ -260,6 +270,7 @@ class TorchpipeLoader:
         """Start reading, unless it has already started."""
         if self._ahead is not None:
             return
+        self._take_up_chosen_epoch()
         plan = self._planner.plan(self.epoch)
         order = digest_of(plan)
         if self._position and self._order not in (None, order):
@@ -270,6 +281,17 @@ class TorchpipeLoader:
         finished = self._source.ahead(self.epoch, plan[self._position :], min(1, depth))
         self._ahead = BackgroundIterator(finished, depth, "torchpipe-prefetch") if depth else finished
 
+    def _take_up_chosen_epoch(self) -> None:
+        """Begin the epoch that the program has set by ``set_epoch`` of a sampler since the last one was planned."""
+        chosen = self._planner.take_chosen_epoch()
+        has_ended = self._is_over or 0 < self._planned <= self._position
+        if chosen is None or (chosen == self.epoch and not has_ended):
+            return
+        if self._position and not has_ended:
+            problem = f"the sampler was set to epoch {chosen} within epoch {self.epoch}"
+            raise TrainingError(f"{problem}; reset({chosen}) begins it, without the rest of epoch {self.epoch}")
+        self._go_to(chosen, 0)
+
     def _stop(self) -> None:
         ahead, self._ahead, self._held = self._ahead, None, None
         if ahead is not None:
@@ -279,7 +301,7 @@ class TorchpipeLoader:
         if self._is_closed:
             raise TrainingError("the loader is closed")
         self._stop()
-        self.epoch, self._position, self._order = epoch, position, order
+        self.epoch, self._position, self._planned, self._order = epoch, position, 0, order
         self._error, self._is_over = None, False
         self._statistics.pause()
 

@@ -6,7 +6,7 @@ import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -85,22 +85,22 @@ class Planner:
     """Draws the order of each epoch from the DataLoader's own sampler, seeded by (seed, epoch).
 
     A generator inside a sampler is seeded, too, so that the order never depends on earlier draws. It calls
-    ``set_epoch`` of samplers.
+    ``set_epoch`` of samplers, and notices when the program does.
     """
 
     def __init__(self, dataloader: Any, seed: int, cpu_percentage: float) -> None:
-        self._batches, self._samplers = dataloader.batch_sampler, samplers_of(dataloader)
+        self._batches = dataloader.batch_sampler
+        self._samplers = list({id(sampler): sampler for sampler in samplers_of(dataloader)}.values())
+        self._epochs = [SamplerEpoch(sampler) for sampler in self._samplers if hasattr(sampler, "set_epoch")]
         self._most = 10 * (length_of(dataloader.dataset) or 0) + MOST_SAMPLES
         self._seed, self._cpu_percentage = seed, cpu_percentage
 
     def plan(self, epoch: int) -> list[PlannedBatch]:
         """All batches of this rank. ``TrainingError`` for an endless sampler."""
-        generators = []
-        for sampler in {id(sampler): sampler for sampler in self._samplers}.values():
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            if isinstance(getattr(sampler, "generator", None), torch.Generator):
-                generators.append(sampler.generator)
+        for each in self._epochs:
+            each.set(epoch)
+        attributes = [getattr(sampler, "generator", None) for sampler in self._samplers]
+        generators = [each for each in attributes if isinstance(each, torch.Generator)]
         states = [generator.get_state() for generator in generators]
         key = key_of(ORDER, self._seed, epoch)
         try:
@@ -112,6 +112,16 @@ class Planner:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+    def take_chosen_epoch(self) -> int | None:
+        """The epoch that the program has set in a sampler since the last call or plan, if any."""
+        chosen = [each.take_chosen() for each in self._epochs]
+        return next((epoch for epoch in chosen if epoch is not None), None)
+
+    def close(self) -> None:
+        """Leave the samplers as they were. Idempotent."""
+        for each in self._epochs:
+            each.restore()
 
     def _drawn(self, epoch: int) -> list[PlannedBatch]:
         plan: list[PlannedBatch] = []
@@ -131,6 +141,44 @@ class Planner:
             share = random.Random(key_of(CPU_BATCH, self._seed, epoch, number)).random()
             plan.append(PlannedBatch(number, indices, share < self._cpu_percentage, tuple(repeats)))
         return plan
+
+
+class SamplerEpoch:
+    """The epoch of a sampler with ``set_epoch``: the one that is planned, and the one that the program has set.
+
+    It takes the place of the sampler's ``set_epoch``, since the call of a program that sets the same number again is
+    a choice, too. An ``epoch`` other than 0 that the sampler has at the beginning is one.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        known = sampler.set_epoch
+        self._set: Callable[[int], object] = known._set if isinstance(known, SamplerEpoch) else known
+        self._sampler, self._first = sampler, getattr(sampler, "epoch", None)
+        self._chosen = self._first if isinstance(self._first, int) and self._first else None
+        with suppress(AttributeError):  # one with slots: its epochs are always the loader's
+            sampler.set_epoch = self
+
+    def __call__(self, epoch: int) -> None:
+        """As the program calls it."""
+        self._set(epoch)
+        self._chosen = operator.index(epoch)
+
+    def set(self, epoch: int) -> None:
+        """Set the epoch that is planned."""
+        self._set(epoch)
+        self._chosen = None
+
+    def take_chosen(self) -> int | None:
+        """The epoch that the program has set since the last ``set`` or ``take_chosen``."""
+        chosen, self._chosen = self._chosen, None
+        return chosen
+
+    def restore(self) -> None:
+        """Give the sampler its own ``set_epoch`` and its first ``epoch`` back. Idempotent."""
+        if getattr(self._sampler, "__dict__", {}).get("set_epoch") is self:
+            del self._sampler.set_epoch
+            if self._first is not None:
+                self._sampler.set_epoch(self._first)
 
 
 def samplers_of(dataloader: Any) -> list[Any]:
