@@ -75,7 +75,13 @@ def test_mask_keeps_the_place_of_a_bad_sample(tmp_path: Path, toml: str, options
     assert first.labels.tolist() == [0, -100, 2, 0]
     assert (bool(first.images[1].any()), bool(first.images[0].any())) == (False, True)
     assert (second.labels.tolist(), bool(second.mask.any())) == ([-100] * 4, False)
-    assert torch.isfinite(torch.nn.functional.cross_entropy(torch.zeros(4, 3), first.labels))
+    assert (first.filler, second.filler) == (False, True)
+    for batch in (first, second):
+        outputs = torch.zeros(4, 3, requires_grad=True)
+        loss = 0 * outputs.sum() if batch.filler else torch.nn.functional.cross_entropy(outputs, batch.labels)
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert bool(outputs.grad.any()) is not batch.filler
 
 
 @WAYS

@@ -56,6 +56,10 @@ class Batch(tuple[Any, Any]):
     images: Any = property(itemgetter(0))
     labels: Any = property(itemgetter(1))
 
+    @property
+    def filler(self) -> bool:
+        return not self.mask.any()
+
 
 class Batcher:
     """Creates batches, on the training thread or in a worker, since transforms draw from global generators.
