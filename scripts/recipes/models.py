@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import first_line, nearest
+from torchpipe_py.registry import import_code
 from torchpipe_py.tools.export.models import (
+    CLASS_COUNTS,
     PRETRAINED,
     load_into,
     named_as,
@@ -27,14 +30,18 @@ SMALL = "small"
 
 
 def make_model(arch: str, classes: int, seed: int) -> nn.Module:
-    """``"small"``: four convolutions, for images of any size; otherwise torchvision's classifier of that name.
+    """``"small"``: four convolutions, for images of any size; ``file.py:function`` or ``module:function``: what that
+    function returns; otherwise torchvision's classifier of that name.
 
-    The same weights for the same seed, in any process; ``TrainingError`` for a name that torchvision does not know.
+    The same weights for the same seed, in any process; ``TrainingError`` for a name that torchvision does not know, or
+    a function that fails or returns something else, ``ConfigError`` for code that cannot be imported.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if arch == SMALL:
             return small(classes)
+        if ":" in arch:
+            return _built(arch, classes)
         try:
             models = torchvision_models()
         except ExportError as error:
@@ -46,12 +53,34 @@ def make_model(arch: str, classes: int, seed: int) -> nn.Module:
         return model
 
 
+def _built(arch: str, classes: int) -> nn.Module:
+    """The module that ``arch``, ``file.py:function``, returns.
+
+    As at ``torchpipe export``, a parameter ``classes`` or ``num_classes`` without a default gets their number.
+    """
+    file, _, name = arch.rpartition(":")
+    code = import_code(file)
+    build = getattr(code, name, None)
+    if not callable(build) or isinstance(build, nn.Module):
+        functions = [key for key, value in vars(code).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise TrainingError(f"--arch {arch}: {file} has no function {name!r}; {nearest(name, functions)}")
+    try:
+        parameters = inspect.signature(build).parameters.values()
+        needed = [each.name for each in parameters if each.default is each.empty and each.name in CLASS_COUNTS]
+        model = build(**dict.fromkeys(needed, classes))
+    except Exception as error:
+        raise TrainingError(f"--arch {arch}: {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise TrainingError(f"--arch {arch}: returns a {type(model).__name__}; expected a torch.nn.Module")
+    return model
+
+
 def start_from(model: nn.Module, weights: str, arch: str, classes: Sequence[str]) -> str:
     """Give ``model`` the weights of a file, or torchvision's if it is "pretrained"; return a line that names them.
 
     The classifier's weights stay as they are if the file has other classes. ``TorchpipeError`` for any other misfit.
     """
-    if weights == PRETRAINED and arch == SMALL:
+    if weights == PRETRAINED and (arch == SMALL or ":" in arch):
         raise TrainingError(f"--weights {weights}: of torchvision's classifiers, chosen by --arch")
     source = pretrained_weights(arch) if weights == PRETRAINED else read_weights(Path(weights))
     wanted = model.state_dict()
@@ -88,6 +117,11 @@ def small(classes: int) -> nn.Module:
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def best_of(path: Path) -> Path:
+    """The file beside a checkpoint that keeps the best one: ``last_best.pt`` beside ``last.pt``."""
+    return path.with_stem(f"{path.stem}_best")
 
 
 def load_checkpoint(path: Path | None) -> dict[str, Any] | None:

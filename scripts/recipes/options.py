@@ -127,7 +127,8 @@ def make_parser() -> ArgumentParser:
     option(
         "--workers-decode", action="store_true", help="the workers, one at least, make whole batches, on the GPU too"
     )
-    option("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
+    arch = "'small', a torchvision classifier, or file.py:function, which builds a network (default: %(default)s)"
+    option("--arch", default="small", help=arch)
     weights = "to start from, but for a classifier of other classes (default: random)"
     option("--weights", metavar="FILE|pretrained", help=weights)
     option("--epochs", type=epochs, default=10, help="(default: %(default)s)")
@@ -150,7 +151,9 @@ def make_parser() -> ArgumentParser:
     option("--augment", nargs="+", choices=AUGMENTS, default=[], help=augment)
     option("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
-    option("--checkpoint", type=checkpoint_file, help="written after each epoch, and read where it is there")
+    kept = "written after each epoch, and read if it exists; NAME_best beside it is the one of the best epoch"
+    option("--checkpoint", type=checkpoint_file, metavar="NAME.pt", help=kept)
+    option("--log", type=Path, metavar="DIR", help="losses, accuracy and images/s of each epoch, for TensorBoard")
     option("--save-every", type=at_least(0), default=0, help="also after so many steps (default: never)")
     option("--max-steps", type=at_least(1), help="stop after so many steps of this run, with a checkpoint")
     amp = "mixed precision, bf16 unless fp16 is named (default: fp32)"

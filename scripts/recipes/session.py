@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,10 @@ from tqdm import tqdm
 from recipes import models
 from recipes.dali import DaliLoaders
 from recipes.data import Loaders
+from recipes.events import EventLog
 from recipes.models import (
     SMALL,
+    best_of,
     check_classes,
     check_complete,
     load_checkpoint,
@@ -34,17 +36,32 @@ IGNORED = -100
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Validation(NamedTuple):
+    """``accuracy`` is the share of images named rightly, ``loss`` the mean cross entropy."""
+
+    accuracy: float
+    loss: float
+    images: int
+
+    def is_better_than(self, other: Validation) -> bool:
+        """Whether its accuracy is higher, or the same with a lower loss."""
+        return (self.accuracy, -self.loss) > (other.accuracy, -other.loss)
+
+
 def run(args: argparse.Namespace, place: Place) -> None:
     """Train. Prints a line for each epoch on rank 0."""
     with (DaliLoaders if args.dali else Loaders)(args, place) as loaders:
-        Session(args, place, loaders).train()
+        log = EventLog(args.log) if args.log is not None and place.rank == 0 else None
+        Session(args, place, loaders, log).train()
 
 
 class Session:
-    """Model, optimiser, schedule and loaders of one process."""
+    """Model, optimiser, schedule and loaders of one process; ``log`` gets the figures of each epoch."""
 
-    def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders | DaliLoaders) -> None:
-        self._args, self._place, self._loaders = args, place, loaders
+    def __init__(
+        self, args: argparse.Namespace, place: Place, loaders: Loaders | DaliLoaders, log: EventLog | None = None
+    ) -> None:
+        self._args, self._place, self._loaders, self._log = args, place, loaders, log
         self.device = loaders.train.devices[0]
         torch.backends.cudnn.benchmark = args.cudnn_benchmark
         self.bare = make_model(args.arch, len(loaders.classes), args.seed)
@@ -68,6 +85,7 @@ class Session:
         self._loss: Any = torch.zeros((), dtype=torch.float64, device=self.device)
         self._samples = 0
         self._timed = 0.0, 0  # seconds of the epoch in this run, and its samples before this run
+        self._best: Validation | None = None
         self._resume()
 
     def train(self) -> None:
@@ -82,7 +100,9 @@ class Session:
         if args.checkpoint is not None and args.toml is not None:
             file = Path(sys.argv[0]).parent / "recipes" / "models.py"  # as the script was named
             own = f"{file if file.exists() else models.__file__}:{SMALL}"
-            command = [own if args.arch == SMALL else args.arch, "--weights", args.checkpoint]
+            best = best_of(args.checkpoint)
+            weights = best if best.exists() else args.checkpoint
+            command = [own if args.arch == SMALL else args.arch, "--weights", weights]
             command += ["--preprocess", args.val_toml or args.toml]
             self._say(f"to serve it: torchpipe export {shlex.join(map(str, command))}")
 
@@ -125,7 +145,12 @@ class Session:
         """The loss, a scalar on the device."""
         images, labels = batch
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            return masked_loss(self.model(images), labels)
+            logits = self.model(images)
+            classes = len(self._loaders.classes)
+            if logits.ndim != 2 or logits.shape[1] < classes:
+                shape = "x".join(map(str, logits.shape))
+                raise TrainingError(f"--arch {self._args.arch}: gives {shape}, expected Nx{classes}, for the classes")
+            return masked_loss(logits, labels)
 
     def backward(self, loss: Any) -> None:
         """Compute the gradients of the weights, of this batch alone."""
@@ -146,42 +171,53 @@ class Session:
         loss, samples, timed = self._place.summed(
             [float(self._loss), self._samples, self._samples - before], self.device
         )
-        accuracy, seen = self.validate()
+        found = self.validate()
         stats = self._loaders.train.stats()
+        loss /= max(1.0, samples)
         self._say(
-            f"epoch {epoch}: loss {loss / max(1.0, samples):.4f}, accuracy {accuracy:.4f} of {seen} images, "
-            f"{seconds:.2f} s, {timed / seconds:.0f} images/s, "
+            f"epoch {epoch}: loss {loss:.4f}; validation loss {found.loss:.4f}, accuracy {found.accuracy:.4f} of "
+            f"{found.images} images; {seconds:.2f} s, {timed / seconds:.0f} images/s, "
             f"waited for data {stats['stall_share']:.0%} of the time, bad samples {stats['bad']['count']}"
         )
+        if self._log is not None:
+            figures = {"loss/train": loss, "loss/val": found.loss, "accuracy/val": found.accuracy}
+            self._log.add(self._steps, {**figures, "images_per_s": timed / seconds})
         self._loaders.train.reset()
         self._loss.zero_()
         self._samples = 0
-        self._save()
+        is_best = self._best is None or found.is_better_than(self._best)
+        if is_best:
+            self._best = found
+        self._save(is_best)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def validate(self) -> tuple[float, int]:
-        """The share of images named rightly, and how many there were, each once; over all processes."""
+    def validate(self) -> Validation:
+        """Loss and accuracy over the validation images, each counted once; over all processes."""
         self.model.eval()
-        hits = seen = 0.0
+        hits = seen = loss = 0.0
         for images, labels in self._loaders.val:
             with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
-                named = self.bare(images).argmax(dim=1)
-            hits += float((named == labels).sum())
+                logits = self.bare(images)
+            hits += float((logits.argmax(dim=1) == labels).sum())
+            loss += float(summed_loss(logits.float(), labels))
             seen += float((labels != IGNORED).sum())
         self._loaders.val.reset()
-        hits, seen = self._place.summed([hits, seen], self.device)
-        return hits / max(1.0, seen), int(seen)
+        hits, loss, seen = self._place.summed([hits, loss, seen], self.device)
+        return Validation(hits / max(1.0, seen), loss / max(1.0, seen), int(seen))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self, is_best: bool = False) -> None:
+        """Write the checkpoint, and the one of the best epoch if that has just ended."""
         if self._args.checkpoint is None:
             return
         loss, samples = self._place.summed([float(self._loss), self._samples], self.device)
         state = {name: part.state_dict() for name, part in self._parts().items()}  # of DALI: a part from each rank
         if self._place.rank == 0:
             state |= {"arch": self._args.arch, "classes": self._loaders.classes, "options": self._kept_options()}
-            state |= {"steps": self._steps, "sums": [loss, samples]}
+            state |= {"steps": self._steps, "sums": [loss, samples], "best": self._best and list(self._best)}
+            if is_best:
+                save_checkpoint(best_of(self._args.checkpoint), state)
             save_checkpoint(self._args.checkpoint, state)
 
     def _resume(self) -> None:
@@ -205,6 +241,7 @@ class Session:
         except TrainingError as error:
             raise TrainingError(f"{path}: {error}; go on with the options it was made with") from error
         self._steps = state["steps"]
+        self._best = Validation(*state["best"]) if state.get("best") else None  # older checkpoints lack it
         epoch, epochs = self._loaders.train.epoch, self._args.epochs
         where = f"goes on after step {self._steps}, in epoch {epoch} of 0 to {epochs - 1}"
         self._say(f"{path}: {where if epoch < epochs else f'has all {epochs} epochs'}")
@@ -228,5 +265,9 @@ class Session:
 
 def masked_loss(logits: Any, labels: Any) -> Any:
     """Mean cross entropy of the samples that are not masked; 0, with a gradient of 0, where all are."""
-    total = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    return total / (labels != IGNORED).sum().clamp(min=1)
+    return summed_loss(logits, labels) / (labels != IGNORED).sum().clamp(min=1)
+
+
+def summed_loss(logits: Any, labels: Any) -> Any:
+    """The sum of the cross entropies of the samples that are not masked."""
+    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

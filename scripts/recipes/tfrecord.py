@@ -206,18 +206,18 @@ message_type { name: "Example"
 
 
 @cache
-def _example_type() -> Any:
-    """The message ``tf.train.Example``, without TensorFlow; onnx brings protobuf."""
+def message_type(file: str, name: str) -> Any:
+    """A message of TensorFlow, of a ``FileDescriptorProto`` as text, without TensorFlow; onnx brings protobuf."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
+    pool.Add(text_format.Parse(file, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
 
 
 def make_example(image: bytes, label: int) -> bytes:
     """The serialised ``tf.train.Example``."""
-    example = _example_type()()
+    example = message_type(_PROTO, "Example")()
     example.features.feature[IMAGE].bytes_list.value.append(image)
     example.features.feature[LABEL].int64_list.value.append(label)
     data: bytes = example.SerializeToString(deterministic=True)
@@ -228,7 +228,7 @@ def _features(data: bytes, path: Path) -> dict[str, Any]:
     from google.protobuf.message import DecodeError
 
     try:
-        return dict(_example_type().FromString(data).features.feature)
+        return dict(message_type(_PROTO, "Example").FromString(data).features.feature)
     except DecodeError as error:
         raise TrainingError(f"{path}: a record is not a tf.train.Example ({error})") from error
 

@@ -15,8 +15,9 @@ import train
 from kit.services import reserved_port
 from kit.training_data import write_classes, write_toml
 from kit.waits import PROGRAM_WAIT
-from recipes import models
+from recipes import events, models, session
 from recipes.options import make_parser
+from recipes.tfrecord import message_type, scan_records
 
 from torchpipe_py.training import TrainingError
 
@@ -50,18 +51,102 @@ def accuracies(printed: str) -> list[tuple[float, int]]:
 
 def test_it_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path, capsys: Any) -> None:
     toml, whole, parts = write_toml(tmp_path), tmp_path / "whole.pt", tmp_path / "parts.pt"
-    printed = ran(capsys, *options(folder, toml, "--epochs", 8, "--checkpoint", whole))
+    log = tmp_path / "new" / "log"
+    printed = ran(capsys, *options(folder, toml, "--epochs", 8, "--checkpoint", whole, "--log", log))
     assert len(accuracies(printed)) == 8
     assert accuracies(printed)[-1] == (1.0, 5)
+    check_log(log, printed)
 
     first = ran(capsys, *options(folder, toml, "--epochs", 8, "--checkpoint", parts, "--max-steps", 4))
     assert len(accuracies(first)) == 1
     assert torch.load(parts, weights_only=True)["loader"]["position"] == 1  # of the second epoch's three batches
     second = ran(capsys, *options(folder, toml, "--epochs", 8, "--checkpoint", parts))
-    losses = re.compile(r"loss [\d.]+, accuracy [\d.]+")
+    losses = re.compile(r"loss [\d.]+; validation loss [\d.]+, accuracy [\d.]+")
     assert losses.findall(first) + losses.findall(second) == losses.findall(printed)
     unbroken, resumed = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+
+
+OWN = """
+from torch import nn
+
+scale = 2
+
+
+def build(num_classes, width=4):
+    layers = [nn.Conv2d(3, width, 5), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(width, num_classes))
+
+
+def too_few(classes):
+    return build(classes - 1)
+
+
+def wrong(more):
+    return nn.Identity()
+
+
+def text():
+    return "a network"
+"""
+
+
+def test_trains_network_of_a_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml, last, own = write_toml(tmp_path), tmp_path / "last.pt", tmp_path / "own_network.py"
+    own.write_text(OWN, encoding="utf-8")
+    printed = ran(capsys, *options(folder, toml, "--epochs", 1, "--arch", f"{own}:build", "--checkpoint", last))
+    assert f"torchpipe export {own}:build --weights {tmp_path / 'last_best.pt'} --preprocess {toml}" in printed
+    saved = torch.load(last, weights_only=True)
+    assert (saved["arch"], tuple(saved["model"]["4.weight"].shape)) == (f"{own}:build", (2, 4))
+    for name, message in (
+        ("built", f"{own} has no function 'built'; did you mean 'build'"),
+        ("scale", f"{own} has no function 'scale'"),
+        ("too_few", "gives 4x1, expected Nx2, for the classes"),
+        ("wrong", "TypeError: wrong() missing 1 required positional argument: 'more'"),
+        ("text", "returns a str; expected a torch.nn.Module"),
+    ):
+        assert message in told(capsys, folder, toml, "--arch", f"{own}:{name}")
+    assert "none.py: no such file" in told(capsys, folder, toml, "--arch", f"{tmp_path / 'none.py'}:build")
+
+
+def test_keeps_best_checkpoint_beside_last(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    toml, last = write_toml(tmp_path), tmp_path / "last.pt"
+    found = iter([(0.4, 1.0), (0.8, 0.9), (0.8, 0.5), (0.6, 0.1), (0.8, 0.6), (0.8, 0.4)])
+    monkeypatch.setattr(session.Session, "validate", lambda _: session.Validation(*next(found), 5))
+
+    def epoch_of(path: Path) -> int:
+        return int(torch.load(path, weights_only=True)["loader"]["epoch"])
+
+    ran(capsys, *options(folder, toml, "--epochs", 4, "--checkpoint", last))
+    assert (epoch_of(last), epoch_of(tmp_path / "last_best.pt")) == (4, 3)
+    ran(capsys, *options(folder, toml, "--epochs", 5, "--checkpoint", last))  # the best is in the checkpoint
+    assert (epoch_of(last), epoch_of(tmp_path / "last_best.pt")) == (5, 3)
+    ran(capsys, *options(folder, toml, "--epochs", 6, "--checkpoint", last))
+    assert epoch_of(tmp_path / "last_best.pt") == 6
+
+
+def check_log(log: Path, printed: str) -> None:
+    """The only file of the folder has the losses and accuracies that were printed, for TensorBoard."""
+    (file,) = log.iterdir()
+    assert ".tfevents." in file.name
+    first, *logged = read_events(file)
+    assert first == (0, {}, "brain.Event:2")
+    assert [step for step, _, _ in logged] == [*range(3, 27, 3)]
+    figures = re.findall(r"loss ([\d.]+); validation loss ([\d.]+), accuracy ([\d.]+)", printed)
+    for (_, values, _), numbers in zip(logged, figures, strict=True):
+        assert values.keys() == {"loss/train", "loss/val", "accuracy/val", "images_per_s"}
+        named = [values[name] for name in ("loss/train", "loss/val", "accuracy/val")]
+        assert named == pytest.approx([*map(float, numbers)], abs=6e-5)
+
+
+def read_events(file: Path) -> list[tuple[int, dict[str, float], str]]:
+    """Step, figures and version of each event of a file; checksums of lengths are compared."""
+    content, found = file.read_bytes(), []
+    for start, size in scan_records(file):
+        event = message_type(events._PROTO, "Event").FromString(content[start + 12 : start + size - 4])
+        values = {value.tag: value.simple_value for value in event.summary.value}
+        found.append((event.step, values, event.file_version))
+    return found
 
 
 @pytest.mark.slow
@@ -113,6 +198,7 @@ def test_errors_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert "nowhere" in told(capsys, tmp_path / "nowhere", toml)
     assert "12 images are fewer than --batch-size 100" in told(capsys, folder, toml, "--batch-size", 100)
     assert str(tmp_path / "no.toml") in told(capsys, folder, str(tmp_path / "no.toml"))
+    assert str(toml) in told(capsys, folder, toml, "--log", toml)
     (folder / "train" / "red" / "01.jpg").write_bytes(b"no image")
     assert str(folder / "train" / "red" / "01.jpg") in told(capsys, folder, toml, "--epochs", 1)
 
