@@ -175,19 +175,20 @@ def test_unwraps_data_parallel_models(folder: Path) -> None:
 
 def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None:
     text = '[resize]\nbackend = "S[DecodeMat,ResizeMat,Mat2Tensor]"\nresize_h = 20\nresize_w = 32\n'
+    text += 'formats = ["png"]\nmax_pixels = 400\n'
     (folder / "train.toml").write_text(text, encoding="utf-8")
     assert main(["export", "tiny", "--weights", "random", "--preprocess", "train.toml"]) == 0
     tables = tomli.loads((folder / "model.toml").read_text("utf-8"))
     assert tables["resize"] == {**tomli.loads(text)["resize"], "next": "model"}
     with pipe("model.toml") as run:
-        run(data := {"data": encode(picture(20, 20))})
+        run(data := {"data": encode(picture(20, 20), ".png")})
     assert data["result"][0] in range(1000)
 
     more = ("tiny", "--weights", "random", "--out", "served", "--preprocess", "other.toml")
     (folder / "other.toml").write_text('[a]\nbackend = "DecodeMat"\n', encoding="utf-8")
     assert "makes images of several sizes, 3x240x320 and 3x375x250 for two" in refused(*more)
     (folder / "other.toml").write_text('[a]\nbackend = "Identity"\n', encoding="utf-8")
-    assert "other.toml: makes bytes from a JPEG; expected a Mat or a Tensor" in refused(*more)
+    assert "other.toml: makes bytes from an image; expected a Mat or a Tensor" in refused(*more)
     assert "--resize: --preprocess other.toml decodes and resizes" in refused(*more, "--resize", "8")
 
 

@@ -29,8 +29,10 @@ from kit.videos import web_server, write_video
 from kit.waits import PROGRAM_WAIT, WAIT, eventually, run
 
 from torchpipe_py import cli, pipe
-from torchpipe_py.errors import InvalidRequest, NoResult
+from torchpipe_py.backends.image.decoders import Decoders
+from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult
 from torchpipe_py.files import iter_matches
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run import command
@@ -263,6 +265,15 @@ def test_draws_results_on_pictures(here: Path) -> None:
     assert (cv2.imread(str(drawn / "a.png")) != cv2.imread(str(folder / "a.png"))).any()
 
 
+def test_pictures_are_in_color_and_decoded_as_the_configuration_says(tmp_path: Path) -> None:
+    decoders = Decoders.of(plan_pipeline({"backend": "DecodeMat", "formats": "tiff", "color": "gray"}))
+    mat = picture(9, 8)
+    draw_picture(str(tmp_path), "a.png", encode(mat, ".tiff"), "", [], decoders)
+    assert np.array_equal(cv2.imread(str(tmp_path / "a.png")), mat)
+    with pytest.raises(DecodeError, match="not a TIFF image"):
+        draw_picture(str(tmp_path), "b.png", encode(mat), "", [], decoders)
+
+
 def test_configuration_that_cannot_be_set_up_ends_the_run(here: Path) -> None:
     write_files(here / "files", a="x")
     (here / "bad.onnx").write_bytes(b"\x08\x01")
@@ -459,7 +470,7 @@ def test_pictures_of_different_items_have_different_names() -> None:
 
 def test_picture_of_a_long_name_can_be_written(tmp_path: Path) -> None:
     name = picture_name(f"d/{'é' * 120}.jpg", "d", None)
-    draw_picture(str(tmp_path), name, np.zeros((4, 4, 3), np.uint8), "bgr", [])
+    draw_picture(str(tmp_path), name, np.zeros((4, 4, 3), np.uint8), "bgr", [], Decoders((), "bgr"))
     assert os.listdir(tmp_path) == [name]
 
 

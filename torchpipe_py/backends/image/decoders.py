@@ -51,6 +51,10 @@ class Decoders:
         color = color or "rgb"
         return cls(tuple(plans) or (_decode_mat(color),), color)
 
+    def in_color(self, color: str) -> Decoders:
+        """The same decoders for images in another color."""
+        return Decoders(tuple(replace(plan, params={**plan.params, "color": color}) for plan in self.plans), color)
+
     def decode(self, encoded: bytes) -> np.ndarray:
         """The Mat of ``encoded`` in the plan's ``color``: what its pipe computes, but for resizes and crops.
 

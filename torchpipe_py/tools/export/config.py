@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.files import output_problem, replace_file
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.report import ToolError, refuse_existing
@@ -163,22 +165,24 @@ def followed_by(tables: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str,
 
 
 def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """The tables of a TOML file, and channels, height and width of the images that it makes from JPEGs.
+    """The tables of a TOML file, and channels, height and width of the images that it makes.
 
     Raises ``ToolError`` if it makes something else, or images of several sizes.
     """
     tables = parse_toml(path)
+    plan = plan_pipeline(tables)
+    decoders = Decoders.of(plan)
     sizes = set()
-    with pipe(tables) as run:
+    with pipe(plan) as run:
         for height, width in TRIALS:
-            run(data := {"data": jpeg(height, width)})
+            run(data := {"data": decoders.small_image(height, width)})
             result = data.get("result")
             shape = tuple(getattr(result, "shape", ()))
             if isinstance(result, np.ndarray) and len(shape) == 3:
                 shape = (1, shape[2], *shape[:2])
             if len(shape) != 4 or shape[0] != 1:
                 kind = shown_dims(shape) if shape else str(data.get("error", type(result).__name__))
-                raise ToolError(f"{path}: makes {kind} from a JPEG; expected a Mat or a Tensor 1xCxHxW")
+                raise ToolError(f"{path}: makes {kind} from an image; expected a Mat or a Tensor 1xCxHxW")
             sizes.add((int(shape[1]), int(shape[2]), int(shape[3])))
     if len(sizes) > 1:
         found = " and ".join(map(shown_dims, sorted(sizes)))

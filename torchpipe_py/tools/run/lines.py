@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.cores import limit_threads
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
@@ -91,7 +92,8 @@ class LineMaker:
         limit_threads()  # NOTE: after custom code, which may have set them
         keep_freed_memory()
         self._settings, self._finished = settings, finished
-        self._pipe = pipe(plan_pipeline(settings.config, processes=processes))
+        plan = plan_pipeline(settings.config, processes=processes)
+        self._pipe, self._decoders = pipe(plan), Decoders.of(plan, settings.node_name)
         self._roots = Roots(self._pipe, Path(settings.config.source).stem)
         self._has_logged = False
         stats = self._pipe.stats()
@@ -138,7 +140,8 @@ class LineMaker:
             members = dict(request.head)
             if request.source is not None:
                 result = next(iter(values.values()))
-                draw_picture(self._settings.folder, request.job.picture, request.source, request.job.color, result)
+                where, job = self._settings.folder, request.job
+                draw_picture(where, job.picture, request.source, job.color, result, self._decoders)
                 members["picture"] = to_text("picture", request.job.picture)
             for key, value in values.items():
                 members.update(to_json(key, value))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.errors import NoResult
 from torchpipe_py.files import replace_file
 from torchpipe_py.streams.boxes import draw_boxes
@@ -46,20 +47,18 @@ def _unlike(safe: str, given: str) -> str:
     return f"{stem}-{blake2b(given.encode('utf-8', 'surrogatepass'), digest_size=4).hexdigest()}{suffix}"
 
 
-def draw_picture(folder: str, name: str, source: Any, color: str, result: Any) -> None:
+def draw_picture(folder: str, name: str, source: Any, color: str, result: Any, decoders: Decoders) -> None:
     """Draw a result on its image, and write it to ``folder``; whoever reads it sees it whole.
 
-    ``source`` are the bytes of an image, or pixels H×W×3 ``uint8`` in the order of ``color``. Raises ``DecodeError``,
-    ``NoResult`` if the image cannot be encoded, ``OSError``.
+    ``source`` are the bytes of an image, which ``decoders`` decode, or pixels H×W×3 ``uint8`` in the order of
+    ``color``. Raises ``DecodeError``, ``NoResult`` if the image cannot be encoded, ``OSError``.
     """
     import cv2
-
-    from torchpipe_py.backends.image.decode import MatDecoder
 
     if isinstance(source, np.ndarray):
         image = source[..., ::-1] if color == "rgb" else source
     else:
-        image = MatDecoder("bgr")(source)
+        image = decoders.in_color("bgr").decode(source)
     drawn = draw_boxes(np.ascontiguousarray(image), result)
     path = os.path.join(folder, name)
     is_made, file = cv2.imencode(os.path.splitext(name)[1], drawn)
