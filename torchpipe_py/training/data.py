@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchpipe_py.backends.image.files import IMAGE_SUFFIXES
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.errors import TrainingError, UnreadableFile, library
 
 FORMAT = 1
 HEADER = b"header"
 COMMIT_BYTES = 64 << 20
-SUFFIXES = (*IMAGE_SUFFIXES, ".ppm", ".pgm")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The suffixes of torchvision's ``ImageFolder``."""
 INTERPOLATION = "INTER_LINEAR"  # ResizeMat's default
 
