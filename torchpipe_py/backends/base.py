@@ -157,6 +157,15 @@ class Backend:
     ``None``: any. A subclass does not inherit it, since it may read more.
     """
 
+    decodes_reduced = False
+    """It has a parameter ``at_least``, with which it decodes images at a reduced size for the next resize."""
+
+    reduced_for: Sequence[tuple[type[Backend], Mapping[str, Any]]] = ()
+    """The resizes, class and parameters, that get its images if it decodes at a reduced size; the plan sets it."""
+
+    takes_reduced = False
+    """It resizes images that were decoded at a reduced size for it; the plan sets it."""
+
     checks = False
     """It refuses data that a later node must not get; by default it has instances for all cores."""
 
@@ -265,6 +274,14 @@ class Backend:
         return {}
 
     @classmethod
+    def resized(cls, params: Mapping[str, Any], height: int, width: int) -> tuple[int, int] | None:
+        """Height and width to which it resizes the pixels of a Mat of that size, with these parameters.
+
+        ``None`` if it does not resize Mats, or needs more than their size to know.
+        """
+        return None
+
+    @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
         """The batch sizes that it accepts, according to its parameters; ``None`` if only ``setup`` can know.
 
@@ -290,7 +307,7 @@ class Backend:
 
     @classmethod
     def undeclared(cls, key: str, value: Any) -> str:
-        """The end of a message: how the class must declare ``key``, if it seems to use it; else empty."""
+        """The end of a message: why the class does not take ``key``, or how it must declare it; empty if unknown."""
         if any(key in vars(base).get("__annotations__", ()) for base in cls.__mro__):
             return f'a parameter of a Backend is a Param: {key} = Param({type(value).__name__}, doc="…")'
         return ""

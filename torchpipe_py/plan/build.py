@@ -29,6 +29,7 @@ from torchpipe_py.plan.fitting import refuse_misfits
 from torchpipe_py.plan.folder import Model, models_of
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
 from torchpipe_py.plan.isolation import decodes, isolated
+from torchpipe_py.plan.reduction import with_reductions
 from torchpipe_py.plan.unknown import instead_of
 from torchpipe_py.registry import Registry, default
 
@@ -160,8 +161,11 @@ def plan_pipeline(
         graph = with_jumps(graph, spec, plans)
     _check_shared(spec, plans, problems)
     _check_ordered(spec, plans, problems)
-    refuse_misfits(spec, graph, {name: plan.backends for name, plan in plans.items()}, problems)
+    backends = {name: plan.backends for name, plan in plans.items()}
+    refuse_misfits(spec, graph, backends, problems)
+    backends = with_reductions(spec, graph, backends, problems)
     problems.raise_all()
+    plans = {name: replace(plan, backends=backends[name]) for name, plan in plans.items()}
     _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
 

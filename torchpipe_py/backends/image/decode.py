@@ -9,14 +9,14 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
 from torchpipe_py.backends.image import formats, original
 from torchpipe_py.backends.image.formats import Bytes, ImageHeader
-from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
+from torchpipe_py.backends.image.geometry import MAX_PIXELS, Size, max_pixels
 from torchpipe_py.backends.image.heif import HeifHeader, heif_format
 from torchpipe_py.backends.image.jpeg import JpegHeader
 from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, Recolor, encoded_bytes, to_color
@@ -26,7 +26,7 @@ from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signature
 from torchpipe_py.errors import DecodeError, first_line, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.values import Value, to_strings
+from torchpipe_py.values import Value, to_str, to_strings
 
 FORMATS = ("jpeg", "png", "webp", "bmp")
 """The default formats."""
@@ -136,6 +136,35 @@ def _hint(data: Bytes) -> str:
     return "" if len(data) else "; nothing was sent"
 
 
+Least = Callable[[int, int], Size]
+"""Of an upright image of that height and width, the least height and width to decode it at."""
+
+
+class Decoded(NamedTuple):
+    """A Mat, the ``size`` of the whole image, and the ``reduction``: 1, or the Mat has 1/2, 1/4 or 1/8 of that size.
+
+    A fraction of a pixel is rounded up; the last column and row then reach beyond the edge of the image.
+    """
+
+    mat: Any
+    size: Size
+    reduction: int
+
+
+def _reduction(size: Size, least: Size, orientation: int) -> int:
+    """The largest reduction of an upright image that leaves the ``least`` sides; 1 for none.
+
+    What reaches beyond the edge must be on the right and below: if the image is mirrored or turned so that it is not,
+    nothing may reach beyond.
+    """
+    for reduction in original.REDUCTIONS:
+        if all(side >= reduction * wanted for side, wanted in zip(size, least, strict=True)) and (
+            orientation in (1, 5) or not any(side % reduction for side in size)
+        ):
+            return reduction
+    return 1
+
+
 class MatDecoder:
     """Decodes image bytes that pass a ``HeaderCheck`` to a Mat H×W×3, or H×W×1 if gray, upright.
 
@@ -155,6 +184,7 @@ class MatDecoder:
         # NOTE: not IMREAD_GRAYSCALE, which makes linear light of a PNG with a chunk sRGB or gAMA. The orientation is
         # applied by one rule for all decoders and formats.
         self._flags = (cv2.IMREAD_COLOR_RGB if color == "rgb" else cv2.IMREAD_COLOR_BGR) | cv2.IMREAD_IGNORE_ORIENTATION
+        self._reduced = {by: getattr(cv2, f"IMREAD_REDUCED_GRAYSCALE_{by}") for by in original.REDUCTIONS} | {1: 0}
         self._is_rgb, self._is_gray = color == "rgb", color == "gray"
         # NOTE: OpenCV 5 gives BGR for RGB of 16 bits from a TIFF.
         self._of_any_depth = cv2.IMREAD_COLOR_BGR | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
@@ -169,17 +199,28 @@ class MatDecoder:
 
         Raises ``DecodeError`` for bytes that cannot be decoded, ``InvalidRequest`` for a value that is not bytes.
         """
+        return self.decode(data).mat
+
+    def decode(self, data: Any, least: Least | None = None) -> Decoded:
+        """``__call__``, but a JPEG is decoded at the smallest of 1/2, 1/4 and 1/8 of its size that has the ``least``
+        sides, or whole if none has.
+        """
         encoded = encoded_bytes(data)
         header = self._check(data if isinstance(data, bytes) else encoded.data)
         if header.memory <= SMALL:
-            return self._decode(header, encoded)
+            return self._decode(header, encoded, least)
         large = is_large(header.width * header.height, self._max_pixels)
         with DECODING.reserved(header.memory, 8 * self._max_pixels, large):
-            return self._decode(header, encoded)
+            return self._decode(header, encoded, least)
 
-    def _decode(self, header: ImageHeader, encoded: np.ndarray) -> Any:
+    def _decode(self, header: ImageHeader, encoded: np.ndarray, least: Least | None) -> Decoded:
         content = np.frombuffer(header.without_texts(encoded.data), UINT8)
-        mat = None if header.by_pillow else self._by_opencv(header, content)
+        orientation = header.orientation(encoded.data)
+        height, width = (header.width, header.height) if orientation >= 5 else (header.height, header.width)
+        reduction = 1
+        if least is not None and header.format == "jpeg" and not header.by_pillow:
+            reduction = _reduction((height, width), least(height, width), orientation)
+        mat = None if header.by_pillow else self._by_opencv(header, content, reduction)
         if mat is None and (header.by_pillow or header.format == "png"):  # Pillow passes over wrong checksums
             mat = self._by_pillow(header.format, content.tobytes())
             mat = mat if self._is_rgb else self._swap(mat)
@@ -188,15 +229,16 @@ class MatDecoder:
                 f"{len(encoded)} bytes: OpenCV cannot decode this {header.format} of {header.width}x{header.height}"
                 " pixels; it is damaged, cut off or of a rare kind"
             )
-        mat = self._turn(mat, header.orientation(encoded.data))
-        return self._to_gray(mat)[:, :, None] if self._is_gray else mat
+        mat = self._turn(mat, orientation)
+        mat = self._to_gray(mat)[:, :, None] if self._is_gray else mat
+        return Decoded(mat, mat.shape[:2] if reduction == 1 else (height, width), reduction)
 
-    def _by_opencv(self, header: ImageHeader, content: np.ndarray) -> Any:
+    def _by_opencv(self, header: ImageHeader, content: np.ndarray, reduction: int) -> Any:
         """A Mat in this decoder's order, or BGR if it is to be gray; ``None`` if OpenCV cannot decode it."""
         levels = header.levels()
         try:
             if levels is None:
-                return self._imdecode(content, self._flags)
+                return self._imdecode(content, self._flags | self._reduced[reduction])
             mat = self._imdecode(content, self._of_any_depth)
         except self._cv2_error as error:
             reason = getattr(error, "err", "") or first_line(error)  # the rest names source files of OpenCV
@@ -240,6 +282,11 @@ class DecodeMat(ItemBackend):
     ``formats``, more pixels than ``max_pixels``, JPEGs of more than 32 scans or of more than 16 × ``max_pixels`` in
     all of them, animated PNG and WebP. All this is read from the header, before OpenCV sees the image. A process uses
     at most twelve bytes for each of ``max_pixels`` to decode at a time (18 with HEIC or AVIF); the next image waits.
+    With ``at_least`` a JPEG is decoded at 1/2, 1/4 or 1/8 of its size, the smallest at which both sides are still that
+    many times what the next resize makes of it (``"1x"``, ``"2x"``), or whole if none is. ``ConfigError`` unless that
+    resize is one of Mats, to a size that the configuration sets, with only ``cvtColorMat`` before it. Then
+    ``image_size``, ``to_original`` and ``inverse_trans`` are those of the whole image, and so are all limits. CMYK,
+    other formats, and images that EXIF mirrors or turns and whose sides cannot be divided are decoded whole.
     An image of more than a quarter of ``max_pixels`` does not delay smaller ones if its node takes one request at a
     time and has two or more instances. The format ``heic`` needs pi-heif, ``avif`` Pillow 11.3.
     A decoded image, H×W×3 ``uint8`` in the order of its ``color`` (a frame of a video), is passed on.
@@ -251,6 +298,11 @@ class DecodeMat(ItemBackend):
     isolation = Isolation.MOVES
     keeps_nothing = True
 
+    decodes_reduced = True
+
+    at_least = Param(
+        to_str, "", choices=("", "1x", "2x"), doc="decode JPEGs no larger than 1 or 2 times what the next resize needs"
+    )
     color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
     formats = Param(to_formats, FORMATS, doc="formats to read, of jpeg, png, webp, bmp, gif, tiff, pnm, heic, avif")
     max_pixels = max_pixels()
@@ -262,7 +314,7 @@ class DecodeMat(ItemBackend):
         return None
 
     def setup(self) -> None:
-        self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
+        self._decode = MatDecoder(self.color, self.formats, self.max_pixels).decode
         self._recolor = Recolor(self.color)
 
     def signature(self) -> Signature:
@@ -273,11 +325,20 @@ class DecodeMat(ItemBackend):
         return header is not None and is_large(header.width * header.height, self.max_pixels)
 
     def forward_item(self, item: Data) -> None:
-        data = item[TASK_DATA_KEY]
+        data, reduction = item[TASK_DATA_KEY], 1
         try:
-            mat = self._recolor(item) if isinstance(data, np.ndarray) and data.ndim == 3 else self._decode(data)
+            if isinstance(data, np.ndarray) and data.ndim == 3:
+                mat = self._recolor(item)
+                size = mat.shape[:2]
+            else:
+                mat, size, reduction = self._decode(data, self._least if self.reduced_for else None)
         except DecodeError as error:
             item[TASK_ERROR_KEY] = error
         else:
             item[TASK_RESULT_KEY], item[TASK_COLOR_KEY] = mat, self.color
-            original.begin(item, *mat.shape[:2])
+            original.begin(item, *size, reduction)
+
+    def _least(self, height: int, width: int) -> Size:
+        times, sizes = int(self.at_least[0]), [cls.resized(params, height, width) for cls, params in self.reduced_for]
+        heights, widths = zip(*[size for size in sizes if size is not None], strict=True)
+        return times * max(heights), times * max(widths)

@@ -195,6 +195,11 @@ class DecodeTensor(ItemBackend):
     max_pixels = max_pixels()
     unchecked = Param(to_bool, False, doc="decode broken files too, which may show pixels of other images")
 
+    @classmethod
+    def undeclared(cls, key: str, value: Any) -> str:
+        is_reduced = key == "at_least"
+        return "DecodeTensor decodes whole images; DecodeMat takes it" if is_reduced else super().undeclared(key, value)
+
     guard: Guard
     _jpegs: Torchvision | NvImageCodec | None = None
     _whole_check: WholeCheck | None = None

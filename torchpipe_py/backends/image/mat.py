@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -137,8 +137,17 @@ _USED = "is the dict one of an earlier call? Each request needs a dict of its ow
 
 # -- resizing and placing ---------------------------------------------------------------------------------------------
 
-Resize = Callable[[np.ndarray, int, int], np.ndarray]
-"""``resize(mat, height, width)``: a new Mat of that size."""
+class Resize(Protocol):
+    """``resize(mat, height, width)``: a new Mat of that size.
+
+    ``part``: height and width of the part of ``mat`` to resize, from its top left corner on, less than a pixel smaller
+    than ``mat``.
+    """
+
+    def __call__(
+        self, mat: np.ndarray, height: int, width: int, part: tuple[float, float] | None = None
+    ) -> np.ndarray: ...
+
 
 INTERPOLATIONS = {
     "nearest": "INTER_NEAREST",
@@ -160,7 +169,11 @@ def opencv_resize(interpolation: str) -> Resize:
 
     resize, flag = cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
 
-    def resized(mat: np.ndarray, height: int, width: int) -> np.ndarray:
+    def resized(mat: np.ndarray, height: int, width: int, part: tuple[float, float] | None = None) -> np.ndarray:
+        if part is not None:
+            # NOTE: OpenCV takes no fraction of a pixel, but any scale: the result is up to a pixel too large.
+            scaled = resize(mat, None, fx=width / part[1], fy=height / part[0], interpolation=flag)
+            return as_mat(np.ascontiguousarray(scaled[:height, :width]))
         # NOTE: without `dst`, OpenCV takes the GIL once more, to allocate the array.
         result: np.ndarray = resize(
             mat, (width, height), np.empty((height, width, mat.shape[2]), mat.dtype), 0, 0, flag
@@ -176,22 +189,32 @@ def pillow_resize(interpolation: str) -> Resize:
 
     resampling = Image.Resampling[interpolation.upper()]
 
-    def resized(mat: np.ndarray, height: int, width: int) -> np.ndarray:
+    def resized(mat: np.ndarray, height: int, width: int, part: tuple[float, float] | None = None) -> np.ndarray:
         if mat.shape[2] > 4:
             raise InvalidRequest(f"Pillow resizes up to 4 channels, the Mat has {mat.shape[2]}")
         image = Image.fromarray(mat[:, :, 0] if mat.shape[2] == 1 else mat)
-        return as_mat(np.array(image.resize((width, height), resampling)))
+        box = None if part is None else (0, 0, part[1], part[0])
+        return as_mat(np.array(image.resize((width, height), resampling, box)))
 
     return resized
 
 
-def place_mat(mat: np.ndarray, placement: Placement, resize: Resize | None, value: int) -> np.ndarray:
-    """``mat`` cropped, resized and padded with ``value``; the Mat itself if that changes nothing."""
+def place_mat(
+    mat: np.ndarray,
+    placement: Placement,
+    resize: Resize | None,
+    value: int,
+    part: tuple[float, float] | None = None,
+) -> np.ndarray:
+    """``mat`` cropped, resized and padded with ``value``; the Mat itself if that changes nothing.
+
+    ``part`` is that of ``resize``, for a placement that does not crop.
+    """
     size, crop, canvas, top, left, _ = placement
     if crop is not None:
         mat = mat[crop[0] : crop[2], crop[1] : crop[3]]
-    if resize is not None and mat.shape[:2] != size:
-        mat = resize(mat, *size)
+    if resize is not None and (mat.shape[:2] != size or part is not None):
+        mat = resize(mat, *size, part)
     if canvas is None:
         return mat if crop is None else mat.copy()
     placed = np.full((*canvas, mat.shape[2]), value, mat.dtype)

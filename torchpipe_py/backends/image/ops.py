@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
 from torchpipe_py.backends.image import geometry, original, resampling
 from torchpipe_py.backends.image import mat as mats
-from torchpipe_py.backends.image.geometry import Placement
+from torchpipe_py.backends.image.geometry import Placement, Size
 from torchpipe_py.backends.image.tensor import data_format, on_tensors, place_tensor, tensor_of
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT, TENSOR
@@ -75,10 +76,18 @@ def on_mats(
 
     def forward_item(self: Any, item: Data) -> None:
         mat = mats.as_mat(item[TASK_DATA_KEY], dtypes)
-        placement = operation.placement(self, item, mat.shape, mat.itemsize)
+        shape, part = mat.shape, None
+        if self.takes_reduced:
+            (height, width), reduction = original.whole(item, *shape[:2])
+            part = height / reduction, width / reduction
+            shape, part = (height, width, shape[2]), None if part == shape[:2] else part
+        placement = operation.placement(self, item, shape, mat.itemsize)
         if getattr(self, "keep_original", False):
             original.keep(item, mat, mats.color_of(item, mat.shape[2], mats.OF_MATS))
-        item[TASK_RESULT_KEY] = mats.place_mat(mat, placement, self._resize, getattr(self, "pad_value", 0))
+        item[TASK_RESULT_KEY] = mats.place_mat(mat, placement, self._resize, getattr(self, "pad_value", 0), part)
+
+    def resized(cls: Any, params: Mapping[str, Any], height: int, width: int) -> Size:
+        return operation.place(SimpleNamespace(**params), {}, height, width).size
 
     def decorate(cls: B) -> B:
         operation.declare(cls, 0)
@@ -86,6 +95,8 @@ def on_mats(
         cls.keeps_color = cls.keeps_nothing = True
         cls.isolation = Isolation.FOLLOWS if follows else Isolation.STAYS
         cls.setup, cls.forward_item = setup, forward_item  # type: ignore[method-assign]
+        if resize is not None and not operation.reads:
+            cls.resized = classmethod(resized)  # type: ignore[assignment]
         return cls
 
     return decorate

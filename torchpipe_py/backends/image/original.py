@@ -30,6 +30,9 @@ from torchpipe_py.keys import (
 KEYS = (TASK_IMAGE_SIZE_KEY, TASK_TO_ORIGINAL_KEY)
 """The keys that tell the way back."""
 
+REDUCTIONS = (8, 4, 2)
+"""Fractions of its size, 1/8, 1/4 and 1/2, at which a JPEG can be decoded fast."""
+
 _SAME = (1.0, 1.0, 0.0, 0.0)
 
 
@@ -61,11 +64,32 @@ class WayBack(NamedTuple):
         return clipped
 
 
-def begin(item: Data, height: int, width: int) -> None:
-    """Make an image of this size the original: it was decoded, or nothing leads back from it."""
+def begin(item: Data, height: int, width: int, reduction: int = 1) -> None:
+    """Make an image of this size the original: it was decoded, or nothing leads back from it.
+
+    ``reduction``: the current image is the original decoded at that fraction of its size. Each of its pixels covers
+    ``reduction`` × ``reduction`` pixels of the original; those of the last column and row may reach beyond its edge.
+    """
     item[TASK_IMAGE_SIZE_KEY] = height, width
     item.pop(TASK_TO_ORIGINAL_KEY, None)
     item.pop(TASK_ORIGINAL_KEY, None)
+    if reduction > 1:
+        item[TASK_TO_ORIGINAL_KEY] = float(reduction), float(reduction), 0.0, 0.0
+
+
+def whole(item: Data, height: int, width: int) -> tuple[Size, int]:
+    """The size of the whole image that the current one shows, and its ``reduction``; (its own size, 1) by default.
+
+    After it, the way back leads from that whole image, for an operation that computes its placement there.
+    """
+    way, own = item.get(TASK_TO_ORIGINAL_KEY), (height, width)
+    if way is None or TASK_IMAGE_SIZE_KEY not in item:
+        return own, 1
+    size, (scale, *others) = _size_of(item), _numbers(item, TASK_TO_ORIGINAL_KEY, 4)
+    if scale not in REDUCTIONS or others != [scale, 0, 0] or own != tuple(-(-side // int(scale)) for side in size):
+        return own, 1
+    del item[TASK_TO_ORIGINAL_KEY]
+    return size, int(scale)
 
 
 def follow(item: Data, height: int, width: int, placement: Placement) -> None:
