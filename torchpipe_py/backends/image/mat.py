@@ -137,6 +137,7 @@ _USED = "is the dict one of an earlier call? Each request needs a dict of its ow
 
 # -- resizing and placing ---------------------------------------------------------------------------------------------
 
+
 class Resize(Protocol):
     """``resize(mat, height, width)``: a new Mat of that size.
 
