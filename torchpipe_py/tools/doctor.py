@@ -38,7 +38,7 @@ LIBRARIES = (
     ("tensorrt_lean", "tensorrt-lean-cu13-bindings", "", "TensorrtTensor: running version-compatible engines"),
     ("torchvision", "torchvision", "", "torchpipe export NAME, decoding by nvJPEG"),
     ("nvidia.nvimgcodec", "nvidia-nvimgcodec-cu13", "gpu", "decoding on the GPU with OpenCV's pixels"),
-    ("simplejpeg", "simplejpeg", "gpu", "the check of JPEGs before a GPU decodes them"),
+    ("simplejpeg", "simplejpeg", "server", "decoding JPEGs faster on the CPU; their check before a GPU decodes them"),
     ("cryptography", "cryptography", "encryption", "encrypted models"),
     ("opentelemetry.sdk", "opentelemetry-sdk", "otel", "tracing"),
     ("av", "av", "video", "reading video files and cameras; OpenCV does without it"),

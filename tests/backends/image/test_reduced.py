@@ -173,10 +173,10 @@ def test_nodes_after_the_decoder_resize_for_it(isolation: str) -> None:
     tables: dict[str, Any] = {
         "decode": {"backend": "S[DecodeMat,cvtColorMat]", "color": "rgb", "at_least": "1x", "next": "small,large"},
         "small": {"backend": "S[Identity,LetterBoxMat]", "max_h": 60, "max_w": 80, "next": "end"},
-        "large": {"backend": "ResizeMat", "resize_h": 200, "resize_w": 300, "next": "end"},
+        "large": {"backend": "ResizeMat", "resize_h": 200, "resize_w": 300, "next": "end", "instance_num": 1},
         "end": {"map": "small[result:data,to_original:small],large[to_original:large,image_size:image_size]"},
     }
-    tables["decode"]["decode_isolation"] = isolation
+    tables["decode"] |= {"decode_isolation": isolation, "instance_num": 1}
     alone = {"backend": "S[DecodeMat,LetterBoxMat]", "max_h": 240, "max_w": 320, "color": "rgb", "at_least": "1x"}
     with pipe(tables) as run, pipe(alone) as one:
         run(item := {"data": data})

@@ -169,7 +169,8 @@ class MatDecoder:
     """Decodes image bytes that pass a ``HeaderCheck`` to a Mat H×W×3, or H×W×1 if gray, upright.
 
     Its pixels are those of Pillow's ``ImageOps.exif_transpose(image).convert("RGB")``, and gray is converted from
-    them. ``cv2.imdecode`` decodes, and Pillow what OpenCV reads differently or not at all.
+    them. ``cv2.imdecode`` decodes, and Pillow what OpenCV reads differently or not at all. Where simplejpeg is
+    installed, it decodes JPEGs to the same pixels in less time, unless they are damaged.
 
     In a process, large images (see ``is_large``) use at most eight bytes for each of ``max_pixels`` at a time, and the
     others half as much in addition; the next image waits.
@@ -189,6 +190,13 @@ class MatDecoder:
         # NOTE: OpenCV 5 gives BGR for RGB of 16 bits from a TIFF.
         self._of_any_depth = cv2.IMREAD_COLOR_BGR | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
         self._cv2_error = cv2.error
+        # NOTE: simplejpeg and OpenCV have the same libjpeg-turbo, but OpenCV copies the pixels once more.
+        try:
+            import simplejpeg
+        except ImportError:
+            self._decode_jpeg: Callable[..., Any] | None = None
+        else:
+            self._decode_jpeg = simplejpeg.decode_jpeg
         self._swap = partial(cv2.cvtColor, code=cv2.COLOR_RGB2BGR)
         self._to_gray = partial(cv2.cvtColor, code=cv2.COLOR_BGR2GRAY)
         self._turn = Turn()
@@ -236,6 +244,11 @@ class MatDecoder:
     def _by_opencv(self, header: ImageHeader, content: np.ndarray, reduction: int) -> Any:
         """A Mat in this decoder's order, or BGR if it is to be gray; ``None`` if OpenCV cannot decode it."""
         levels = header.levels()
+        if header.format == "jpeg" and reduction == 1 and self._decode_jpeg is not None:
+            try:
+                return self._decode_jpeg(content, "RGB" if self._is_rgb else "BGR")
+            except ValueError:
+                pass  # libjpeg-turbo has warned: OpenCV decides what is read of a damaged file
         try:
             if levels is None:
                 return self._imdecode(content, self._flags | self._reduced[reduction])
