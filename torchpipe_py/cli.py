@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch.set_defaults(run=_tool("tools.watch", "run_watch"))
     doctor = commands.add_parser("doctor", help="report installed libraries, and missing ones by feature")
     doctor.add_argument("--json", type=options.output_file, metavar="FILE", help="write the report")
+    text = "compare what the libraries make of made pictures with what they should"
+    doctor.add_argument("--pixels", action="store_true", help=text)
     doctor.set_defaults(run=_tool("tools.doctor", "run_doctor"))
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
     commands.add_parser("serve", help="serve a configuration: the same as torchpipe-serve", add_help=False)

@@ -163,9 +163,9 @@ def plan_pipeline(
     _check_ordered(spec, plans, problems)
     backends = {name: plan.backends for name, plan in plans.items()}
     refuse_misfits(spec, graph, backends, problems)
-    backends = with_reductions(spec, graph, backends, problems)
+    reducing = with_reductions(spec, graph, backends, problems)
     problems.raise_all()
-    plans = {name: replace(plan, backends=backends[name]) for name, plan in plans.items()}
+    plans = {name: replace(plan, backends=reducing[name]) for name, plan in plans.items()}
     _warn_of_isolation(spec, plans)
     return Pipeline(spec, graph, plans)
 

@@ -77,7 +77,7 @@ class Library:
 
 
 def run_doctor(args: Any) -> int:
-    """Print the report; 0 if every required library works, else 1."""
+    """Print the report; 0 if every required library works and ``--pixels`` finds no difference, else 1."""
     report = examine()
     libraries: list[Library] = report["libraries"]
     print(f"torchpipe_py {report['version']}, Python {report['python']}, {report['system']}")
@@ -91,9 +91,26 @@ def run_doctor(args: Any) -> int:
         for entry in libraries
     ]
     print("\n".join(aligned(rows, ("library", "version", "for"))))
+    is_broken = any(entry.extra == REQUIRED and entry.remedy for entry in libraries)
+    findings = _print_pixels() if args.pixels and not is_broken else []
     if args.json is not None:
-        write_json(args.json, {**report, "libraries": [asdict(entry) for entry in libraries]})
-    return int(any(entry.extra == REQUIRED and entry.remedy for entry in libraries))
+        shown = {"pixels": [{**each._asdict(), "verdict": each.verdict} for each in findings]} if args.pixels else {}
+        write_json(args.json, {**report, "libraries": [asdict(entry) for entry in libraries], **shown})
+    return int(is_broken or any(each.verdict == "differs" for each in findings))
+
+
+def _print_pixels() -> list[Any]:
+    """The differences between the pixels that come out here and those that should, largest and mean in levels."""
+    from torchpipe_py.tools.pixel_check import check_pixels
+
+    findings = check_pixels()
+    rows = [
+        (f"{each.part}: {each.what}", each.verdict, f"{each.largest:.2f}", f"{each.mean:.3f}", each.reference)
+        for each in findings
+    ]
+    print()
+    print("\n".join(aligned(rows, ("pixels", "", "largest", "mean", "difference from"))))
+    return findings
 
 
 def examine() -> dict[str, Any]:

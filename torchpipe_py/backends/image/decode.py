@@ -342,7 +342,7 @@ class DecodeMat(ItemBackend):
         try:
             if isinstance(data, np.ndarray) and data.ndim == 3:
                 mat = self._recolor(item)
-                size = mat.shape[:2]
+                size: Size = mat.shape[:2]  # type: ignore[assignment]
             else:
                 mat, size, reduction = self._decode(data, self._least if self.reduced_for else None)
         except DecodeError as error:
