@@ -274,8 +274,8 @@ class Backend:
         return {}
 
     @classmethod
-    def resized(cls, params: Mapping[str, Any], height: int, width: int) -> tuple[int, int] | None:
-        """Height and width to which it resizes the pixels of a Mat of that size, with these parameters.
+    def sizes(cls, params: Mapping[str, Any]) -> Callable[[int, int], tuple[int, int]] | None:
+        """``size(height, width)``: height and width to which it resizes the pixels of such a Mat with these parameters.
 
         ``None`` if it does not resize Mats, or needs more than their size to know.
         """

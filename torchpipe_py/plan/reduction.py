@@ -82,7 +82,7 @@ def _resizes(plan: BackendPlan, after: _After) -> list[BackendPlan]:
             return _after_child(plan, -1, after) if plan.filters[0] is None else _refuse(plan)
         if plan.children:
             return [each for child in plan.children for each in _resizes(child, after)]
-        if cls.resized(plan.params, 1, 1) is not None:
+        if cls.sizes(plan.params) is not None:
             if plan.params.get("keep_original"):
                 raise _UnfitError(f"{plan.label} with keep_original keeps the image, which is to be the whole one")
             return [plan]

@@ -157,10 +157,11 @@ def _reduction(size: Size, least: Size, orientation: int) -> int:
     What reaches beyond the edge must be on the right and below: if the image is mirrored or turned so that it is not,
     nothing may reach beyond.
     """
+    height, width = size
+    most = min(height // least[0], width // least[1])
     for reduction in original.REDUCTIONS:
-        if all(side >= reduction * wanted for side, wanted in zip(size, least, strict=True)) and (
-            orientation in (1, 5) or not any(side % reduction for side in size)
-        ):
+        divides = not (height % reduction or width % reduction)
+        if reduction <= most and (divides or orientation in (1, 5)):
             return reduction
     return 1
 
@@ -329,6 +330,8 @@ class DecodeMat(ItemBackend):
     def setup(self) -> None:
         self._decode = MatDecoder(self.color, self.formats, self.max_pixels).decode
         self._recolor = Recolor(self.color)
+        sizes = [cls.sizes(params) for cls, params in self.reduced_for]
+        self._sizes, self._times = [size for size in sizes if size is not None], int(self.at_least[:1] or 1)
 
     def signature(self) -> Signature:
         return ENCODED_IMAGE
@@ -344,7 +347,7 @@ class DecodeMat(ItemBackend):
                 mat = self._recolor(item)
                 size: Size = mat.shape[:2]  # type: ignore[assignment]
             else:
-                mat, size, reduction = self._decode(data, self._least if self.reduced_for else None)
+                mat, size, reduction = self._decode(data, self._least if self._sizes else None)
         except DecodeError as error:
             item[TASK_ERROR_KEY] = error
         else:
@@ -352,6 +355,5 @@ class DecodeMat(ItemBackend):
             original.begin(item, *size, reduction)
 
     def _least(self, height: int, width: int) -> Size:
-        times, sizes = int(self.at_least[0]), [cls.resized(params, height, width) for cls, params in self.reduced_for]
-        heights, widths = zip(*[size for size in sizes if size is not None], strict=True)
-        return times * max(heights), times * max(widths)
+        sizes = [size(height, width) for size in self._sizes]
+        return self._times * max([high for high, _ in sizes]), self._times * max([wide for _, wide in sizes])

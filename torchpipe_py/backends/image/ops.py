@@ -86,8 +86,9 @@ def on_mats(
             original.keep(item, mat, mats.color_of(item, mat.shape[2], mats.OF_MATS))
         item[TASK_RESULT_KEY] = mats.place_mat(mat, placement, self._resize, getattr(self, "pad_value", 0), part)
 
-    def resized(cls: Any, params: Mapping[str, Any], height: int, width: int) -> Size:
-        return operation.place(SimpleNamespace(**params), {}, height, width).size
+    def sizes(cls: Any, params: Mapping[str, Any]) -> Callable[[int, int], Size]:
+        backend = SimpleNamespace(**params)
+        return lambda height, width: operation.place(backend, {}, height, width).size
 
     def decorate(cls: B) -> B:
         operation.declare(cls, 0)
@@ -96,7 +97,7 @@ def on_mats(
         cls.isolation = Isolation.FOLLOWS if follows else Isolation.STAYS
         cls.setup, cls.forward_item = setup, forward_item  # type: ignore[method-assign]
         if resize is not None and not operation.reads:
-            cls.resized = classmethod(resized)  # type: ignore[assignment]
+            cls.sizes = classmethod(sizes)  # type: ignore[assignment]
         return cls
 
     return decorate
