@@ -74,9 +74,16 @@ def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     def described(spec: PipelineSpec) -> list[Any]:
         files = {node.place.source for node in spec.nodes.values() if node.shared}
         nodes = [node for node in spec.nodes.values() if node.place.source in files]
-        return [node if node.shared else (node.name, node.next, node.map, node.filter) for node in nodes]
+        return [
+            node if node.shared else (node.name, node.next, node.map, node.filter, _reductions(node)) for node in nodes
+        ]
 
     return described(old) == described(new)
+
+
+def _reductions(node: NodeSpec) -> list[Value]:
+    """The values of ``at_least``: they decide whether a later resize, perhaps of a shared node, gets reduced images."""
+    return [value for key, value in node.params.items() if key.rpartition("::")[2] == "at_least"]
 
 
 def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:

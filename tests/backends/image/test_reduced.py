@@ -10,6 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 from conftest import encode, picture
 from kit.image_backends import Data
 from kit.refusals import refusal
@@ -17,6 +18,10 @@ from PIL import Image
 
 from torchpipe_py import DecodeError, pipe
 from torchpipe_py.backends.image.decode import MatDecoder
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.sharing import engine_part, same_shared
+from torchpipe_py.training.decode import Decoder
+from torchpipe_py.training.samples import Sample
 
 SIZES = ((481, 643), (640, 480), (333, 498), (96, 118), (301, 300))
 TURNS = range(1, 9)
@@ -67,6 +72,9 @@ def textured(height: int, width: int) -> np.ndarray:
     grain = np.random.default_rng(height).normal(0, 18, (height // 2, width // 2, 3))
     grain = cv2.resize(grain, (width, height), interpolation=cv2.INTER_CUBIC)
     return (picture(height, width) + grain).clip(0, 255).astype(np.uint8)
+
+
+JPEG = encode(textured(240, 320))
 
 
 def test_reduced_images_lead_back_to_the_whole_and_are_nearer_to_it() -> None:
@@ -184,6 +192,35 @@ def test_nodes_after_the_decoder_resize_for_it(isolation: str) -> None:
     assert (item["small"], item["large"]) == ((16.0, 16.0, 0.0, 0.0), (1280 / 300, 4.8, 0.0, 0.0))
     assert item["image_size"] == (960, 1280)
     assert np.array_equal(item["result"], cv2.resize(quarter, (80, 60)))
+
+
+def test_shared_resize_knows_of_the_decoder_of_the_worker() -> None:
+    tables = {
+        "decode": {"backend": "DecodeMat", "at_least": "1x", "next": "model"},
+        "model": {"backend": "S[ResizeMat,Identity]", "shared": True, "resize_h": 8, "resize_w": 8},
+    }
+    resize = engine_part(plan_pipeline(tables)).plans["model"].backends[0].children[0]
+    assert resize.params["takes_reduced"]
+    whole = {**tables, "decode": {"backend": "DecodeMat", "next": "model"}}
+    assert same_shared(tables, tables)
+    assert not same_shared(tables, whole)  # after a reload the engine process needs the other plan
+
+
+def test_training_gets_the_pixels_that_are_served() -> None:
+    config = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 20, "resize_w": 30, "device": "cpu"}
+    images = {}
+    for times in ("", "1x"):
+        keys = {**config, "at_least": times, "instance_num": 1}
+        with pipe(keys) as run:
+            served = run({"data": JPEG})["result"]
+        loader = Decoder(keys, [torch.device("cpu")])
+        try:
+            [sample] = loader.start([Sample(0, JPEG)])()
+        finally:
+            loader.close()
+        assert torch.equal(sample.image, served)
+        images[times] = served
+    assert not torch.equal(images[""], images["1x"])
 
 
 NO_RESIZE = "gets the image before a resize of Mats to a size that the configuration sets"
