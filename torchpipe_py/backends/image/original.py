@@ -74,7 +74,8 @@ def begin(item: Data, height: int, width: int, reduction: int = 1) -> None:
     item.pop(TASK_TO_ORIGINAL_KEY, None)
     item.pop(TASK_ORIGINAL_KEY, None)
     if reduction > 1:
-        item[TASK_TO_ORIGINAL_KEY] = float(reduction), float(reduction), 0.0, 0.0
+        way = float(reduction), float(reduction), 0.0, 0.0
+        item[TASK_TO_ORIGINAL_KEY] = Way(way, (-(-height // reduction), -(-width // reduction)))
 
 
 def whole(item: Data, height: int, width: int) -> tuple[Size, int]:
