@@ -70,15 +70,16 @@ class FilterMaker(Protocol):
 class BackendConfig:
     """The arguments for constructing a backend: typed parameters, children, and where it runs.
 
-    ``reaches_caller``: a result of its node may go to the caller unchanged, since there is no next node, or it may be
-    skipped. ``processes`` is the number of service processes that run the node, each with ``instance_num`` instances.
-    ``graphs`` are the pipe's; ``None`` outside a pipe.
+    ``node`` is the name of its node, for messages. ``reaches_caller``: a result of its node may go to the caller
+    unchanged, since there is no next node, or it may be skipped. ``processes`` is the number of service processes that
+    run the node, each with ``instance_num`` instances. ``graphs`` are the pipe's; ``None`` outside a pipe.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
     children: tuple[Backend, ...] = ()
     filters: tuple[FilterMaker | None, ...] = ()
     label: str = ""
+    node: str = ""
     device_id: int = 0
     instance: int = 0
     instance_num: int = 1

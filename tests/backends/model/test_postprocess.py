@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from torchpipe_py import ConfigError
-from torchpipe_py.backends.model.postprocess import ArgMax, Postprocessor, Sigmoid, SoftmaxArgMax, SoftmaxMax, TopK
+from torchpipe_py import BackendError, ConfigError
+from torchpipe_py.backends.model.postprocess import (
+    ArgMax,
+    L2Normalize,
+    Postprocessor,
+    Sigmoid,
+    SoftmaxArgMax,
+    SoftmaxCpu,
+    SoftmaxMax,
+    TopK,
+)
 from torchpipe_py.backends.model.postprocess import make_postprocessor as make
+from torchpipe_py.encryption.model_file import ModelFile
 
 NAMES = ["null", "ün", "deux", "trois"]
 LOGITS = torch.tensor([[0.5, 3.0, -1.0, 1.0], [2.0, 2.5, 9.0, -80.0], [-1.0, -2.0, -3.0, -4.0]])
@@ -27,9 +37,9 @@ def forward(request: pytest.FixtureRequest) -> Forward:
 
     def split(post: Any, outputs: list[Any]) -> list[Any]:
         tensors = [tensor.clone() for tensor in post.on_device(outputs)]
-        assert len(tensors) == 1  # one copy to the host
         results: list[Any] = post.on_host(tensors)
-        tensors[0].fill_(7)
+        for tensor in tensors:
+            tensor.fill_(7)
         return results
 
     return split
@@ -99,6 +109,21 @@ def test_sigmoid_returns_classes_above_threshold(forward: Forward, labels: str) 
     assert [score for _, score in results[1]] == pytest.approx([wanted[1, index].item() for index in (2, 1, 0)])
     every = forward(make(Sigmoid, {"threshold": 0.0}), [LOGITS])
     assert [score for _, score in every[1]] == pytest.approx(sorted(wanted[1].tolist(), reverse=True), abs=1e-6)
+
+
+def test_items_with_nan_get_an_error_and_the_others_their_results(forward: Forward) -> None:
+    number = float("nan")
+    for cls in (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, L2Normalize):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            maps = [LOGITS[:, :, None, None].expand(3, 4, 2, 5)] if cls in (ArgMax, SoftmaxArgMax) else []
+            for logits in (LOGITS, *maps):
+                post, batch = make(cls, {"node": "n", "model": ModelFile("m.onnx")}), logits.to(dtype).clone()
+                good = forward(post, [batch])
+                batch[1].view(-1)[-1] = number
+                first, wrong, last = forward(post, [batch])
+                assert isinstance(wrong, BackendError), (cls, dtype)
+                assert str(wrong).startswith("node 'n': model m.onnx: output '0' has ")
+                assert repr([first, last]) == repr([good[0], good[2]])
 
 
 @pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid])

@@ -124,7 +124,7 @@ class ModelBackend(Backend):
         self._postprocess: postprocess.Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
-            config["model"] = self.file
+            config |= {"model": self.file, "node": self.config.node}
             own = dict(self.postprocessor_params)
             if self.labels and "labels" in own:
                 own["labels"] = self.labels  # the path as resolved, perhaps beside the TOML file

@@ -144,6 +144,7 @@ def creator(plan: NodePlan, graphs: Graphs | None = None) -> Callable[[int], Bac
     def create(instance: int) -> Backend:
         config = BackendConfig(
             label=plan.label,
+            node=plan.spec.name,
             device_id=plan.spec.device_id,
             instance=instance,
             instance_num=max(counts),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.control.python import configured, declared
+from torchpipe_py.backends.image.geometry import Size
+from torchpipe_py.backends.image.original import WayBack, way_back
 from torchpipe_py.backends.params import REQUIRED, Param, Postprocessors
 from torchpipe_py.backends.signature import TensorSpec
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import BackendError, ConfigError, nearest
 from torchpipe_py.registry import register_hint
 
 
@@ -37,7 +41,8 @@ class Postprocessor:
 
     def init(self, config: Mapping[str, Any]) -> None:
         """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold``, ``max``
-        (the most items of a batch), ``model`` (the ``ModelFile``), and the values of the class's annotations."""
+        (the most items of a batch), ``model`` (the ``ModelFile``), ``node`` (the name of the node), and the values of
+        the class's annotations."""
 
     def fit(self, outputs: Sequence[TensorSpec]) -> None:
         """Adapt to a model that declares these outputs; called after ``init``. ``ConfigError`` if they do not fit."""
@@ -48,6 +53,36 @@ class Postprocessor:
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         """The tensors in a result, for a model with these outputs; empty if unknown."""
         return ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The output that a postprocessor reads: of which node and model, for errors. Without a name it has an index."""
+
+    node: str = ""
+    model: str = "model"
+    output: str = "0"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Origin:
+        """From the ``config`` that a postprocessor gets."""
+        file = config.get("model")
+        return cls(config.get("node", ""), "model" if file is None else file.path)
+
+    def not_finite(self, what: str) -> BackendError:
+        """The error of an item that has NaN or infinity among ``what`` of the output."""
+        return BackendError(f"{self._place}output {self.output!r} has {what} that are not finite numbers")
+
+    def way_back(self, item: Data, size: Size) -> WayBack:
+        """The way from the image of ``size`` that the model got to the original; ``BackendError`` if it is unknown."""
+        try:
+            return way_back(item, *size)
+        except BackendError as error:
+            raise BackendError(f"{self._place}{error}") from None
+
+    @property
+    def _place(self) -> str:
+        return (f"node {self.node!r}: " if self.node else "") + f"model {self.model}: "
 
 
 class Written(dict[str, Any]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image import original
 from torchpipe_py.backends.model.check import ROWS, layout_of
 from torchpipe_py.backends.model.inputs import to_numpy
-from torchpipe_py.backends.model.postprocess.base import Postprocessor, Written, read_labels
+from torchpipe_py.backends.model.postprocess.base import Origin, Postprocessor, Written, read_labels
 from torchpipe_py.backends.model.postprocess.detections import input_size
 from torchpipe_py.backends.model.postprocess.palette import on_original, read_palette
 from torchpipe_py.backends.params import Param
@@ -36,8 +37,9 @@ def _softmax(output: Any) -> Any:
     if logits.is_cuda:
         return logits.softmax(1)
     values = logits.numpy()
-    shifted = np.exp(values - values.max(1, keepdims=True))
-    return torch.from_numpy(shifted / shifted.sum(1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # infinity becomes NaN, which is reported
+        shifted = np.exp(values - values.max(1, keepdims=True))
+        return torch.from_numpy(shifted / shifted.sum(1, keepdims=True))
 
 
 def _best(scores: Any, count: int) -> Any:
@@ -58,14 +60,21 @@ def _best(scores: Any, count: int) -> Any:
     return torch.from_numpy(np.array([largest, chosen]).swapaxes(0, 1))
 
 
-def _classes(output: Any) -> Any:
-    """The index of the largest at each place."""
+def _classes(output: Any) -> list[Any]:
+    """The index of the largest at each place, and for each item whether it has NaN."""
     import torch
 
     dtype = _dtype_of_classes(output.shape[1])
     if output.is_cuda:
-        return output.argmax(1).to(getattr(torch, dtype))
-    return torch.from_numpy(to_numpy(output).argmax(1).astype(dtype))
+        largest, classes = output.max(1)
+        return [classes.to(getattr(torch, dtype)), largest.isnan().flatten(1).any(1)]
+    values = to_numpy(output)
+    return [torch.from_numpy(each) for each in (values.argmax(1).astype(dtype), has_nan(values))]
+
+
+def has_nan(values: np.ndarray) -> np.ndarray:
+    """For each item of N×… whether it has NaN."""
+    return np.isnan(values).any(tuple(range(1, values.ndim)))
 
 
 def _dtype_of_classes(count: int) -> str:
@@ -78,7 +87,8 @@ def _dtype_of_classes(count: int) -> str:
 class OfClasses(Postprocessor):
     """A built-in postprocessor of classes: the first output is N×C, its labels are the lines of the label file.
 
-    Subclasses override ``on_device`` and ``on_host``.
+    Subclasses override ``on_device`` and ``on_host``. An item with scores that are not finite numbers gets a
+    ``BackendError`` as its result.
     """
 
     uses: ClassVar[Collection[str]] = ("labels",)
@@ -87,10 +97,16 @@ class OfClasses(Postprocessor):
     takes_planes: ClassVar[bool] = False
     """Whether it may also be N×C×…."""
     least_classes: ClassVar[int] = 2
+    origin = Origin()
 
     def init(self, config: Mapping[str, Any]) -> None:
+        self.origin = Origin.of(config)
         self._path = config.get("labels")
         self._labels = read_labels(self._path) if self._path else None
+
+    def fit(self, outputs: Sequence[TensorSpec]) -> None:
+        if outputs:
+            self.origin = replace(self.origin, output=outputs[0].name)
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         return self.on_host(self.on_device(outputs))
@@ -101,6 +117,17 @@ class OfClasses(Postprocessor):
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
+
+    def rows(self, tensor: Any, what: str) -> list[Any]:
+        """Each item's row 1×… of a tensor of ``what`` on the host, or the error of one with NaN."""
+        return self.without_nan(ROWS.of_items([tensor]), has_nan(tensor.numpy()), what)
+
+    def without_nan(self, results: Sequence[Any], have_nan: Iterable[Any], what: str = "scores") -> list[Any]:
+        """The results, with an error in place of those whose numbers ``have_nan``."""
+        return [
+            self.origin.not_finite(what) if is_wrong else result
+            for result, is_wrong in zip(results, have_nan, strict=True)
+        ]
 
     def label(self, index: int) -> int | str:
         """The label of a class, or else its index."""
@@ -156,13 +183,13 @@ class SoftmaxCpu(OfClasses):
     least_classes = 0
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        return ROWS.of_items(self.on_device(outputs))
+        return self.rows(self.on_device(outputs)[0], "scores")
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         return [_softmax(outputs[0])]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return ROWS.of_items([tensors[0].clone()])
+        return self.rows(tensors[0].clone(), "scores")
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return [replace(output, dtype="float32") for output in self.named(outputs[:1])]
@@ -176,7 +203,11 @@ class SoftmaxMax(OfClasses):
         return [_best(_softmax(outputs[0]), 1)]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return [(self.label(int(index)), score) for (score,), (index,) in tensors[0].tolist()]
+        best = tensors[0].tolist()
+        return [
+            (self.label(int(index)), score) if math.isfinite(score) else self.origin.not_finite("scores")
+            for (score,), (index,) in best
+        ]
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return LABEL_AND_SCORE
@@ -215,15 +246,16 @@ class ArgMax(OfClasses):
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
-        return [_largest(outputs[0], _floats)]
+        return _largest(outputs[0], _floats)
 
     def on_host(self, tensors: list[Any], items: Sequence[Data] = ()) -> list[Any]:
         if not (self.palette or self.original_size):
-            return _results_of_largest(tensors[0], self.label)
+            return _results_of_largest(self, tensors)
+        classes, have_nan = map(to_numpy, tensors)
         results: list[Any] = []
-        for classes, item in zip(to_numpy(tensors[0]), items, strict=True):
+        for own, is_wrong, item in zip(classes, have_nan, items, strict=True):
             try:
-                results.append(self._map(classes, item))
+                results.append(self.origin.not_finite("scores") if is_wrong else self._map(own, item))
             except (InvalidRequest, BackendError) as error:
                 results.append(error)
         return results
@@ -232,7 +264,7 @@ class ArgMax(OfClasses):
         """The result for a map h×w of class indices."""
         if self.original_size:
             size = input_size(item[TASK_DATA_KEY])
-            classes = on_original(classes, size, original.way_back(item, *size))
+            classes = on_original(classes, size, self.origin.way_back(item, size))
         if self._colours is not None:
             return Written({TASK_RESULT_KEY: self._colours[classes], TASK_COLOR_KEY: "rgb"})
         import torch
@@ -256,18 +288,18 @@ class SoftmaxArgMax(OfClasses):
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
-        return [_largest(outputs[0], _softmax)]
+        return _largest(outputs[0], _softmax)
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return _results_of_largest(tensors[0], self.label)
+        return _results_of_largest(self, tensors)
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return _specs_of_largest(outputs, self._labels is not None)
 
 
-def _largest(output: Any, scores: Callable[[Any], Any]) -> Any:
-    """The index of the largest value at each place of N×C×…; of N×C, the largest score and its index."""
-    return _classes(output) if output.ndim > 2 else _best(scores(output), 1)
+def _largest(output: Any, scores: Callable[[Any], Any]) -> list[Any]:
+    """Of N×C, the largest score and its index; of N×C×…, what ``_classes`` gives."""
+    return _classes(output) if output.ndim > 2 else [_best(scores(output), 1)]
 
 
 def _specs_of_largest(outputs: Sequence[TensorSpec], has_labels: bool) -> Sequence[TensorSpec]:
@@ -280,11 +312,14 @@ def _specs_of_largest(outputs: Sequence[TensorSpec], has_labels: bool) -> Sequen
     return [TensorSpec(TASK_RESULT_KEY, (dims[0], *dims[2:]), _dtype_of_classes(dims[1]))]
 
 
-def _results_of_largest(largest: Any, label: Callable[[int], int | str]) -> list[Any]:
-    if not largest.is_floating_point():
-        return ROWS.of_items([largest.clone()])
-    best = [(int(index), score) for (score,), (index,) in largest.tolist()]
-    return [Written({"result": label(index), "score": score, "class": index}) for index, score in best]
+def _results_of_largest(of: OfClasses, largest: list[Any]) -> list[Any]:
+    """The results of the postprocessor ``of`` for what ``_largest`` gives."""
+    if len(largest) == 2:
+        classes, have_nan = largest
+        return of.without_nan(ROWS.of_items([classes.clone()]), have_nan.tolist())
+    best = [(int(index), score) for (score,), (index,) in largest[0].tolist()]
+    results = [Written({"result": of.label(index), "score": score, "class": index}) for index, score in best]
+    return of.without_nan(results, [not math.isfinite(score) for _, score in best])
 
 
 class TopK(OfClasses):
@@ -302,7 +337,8 @@ class TopK(OfClasses):
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         rows = tensors[0].tolist()
-        return [[(self.label(int(index)), score) for score, index in zip(*row, strict=True)] for row in rows]
+        results = [[(self.label(int(index)), score) for score, index in zip(*row, strict=True)] for row in rows]
+        return self.without_nan(results, [not math.isfinite(scores[0]) for scores, _ in rows])
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return RANKING
@@ -328,7 +364,7 @@ class Sigmoid(OfClasses):
         for row in scores:
             best = [index for index in np.argsort(-row, kind="stable").tolist() if row[index] >= self._threshold]
             results.append([(self.label(index), float(row[index])) for index in best])
-        return results
+        return self.without_nan(results, has_nan(scores))
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return RANKING

@@ -6,6 +6,7 @@ Defaults and meaning of the keys are those of Ultralytics.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.inputs import looks_like_mat, to_numpy
 from torchpipe_py.backends.model.normalisation import has_channels_last
 from torchpipe_py.backends.model.onnx_graph import metadata
-from torchpipe_py.backends.model.postprocess.base import Postprocessor, read_labels
+from torchpipe_py.backends.model.postprocess.base import Origin, Postprocessor, read_labels
 from torchpipe_py.backends.model.postprocess.layouts import (
     MOST_ROWS,
     Candidates,
@@ -39,7 +40,7 @@ from torchpipe_py.backends.model.postprocess.settings import (
 )
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
-from torchpipe_py.errors import BackendError, ConfigError, InvalidRequest, counted, prefixed
+from torchpipe_py.errors import BackendError, ConfigError, InvalidRequest, counted
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_PARAMETERS_KEY
 from torchpipe_py.results import Detections
 from torchpipe_py.values import to_bool, to_float, to_int, to_str, to_strings
@@ -75,9 +76,8 @@ class Detector(Postprocessor):
 
     def init(self, config: Mapping[str, Any]) -> None:
         self.layout: Layout | None = None  # once the outputs are known
-        self.output_name = ""
+        self.origin = Origin.of(config)
         file = config.get("model")
-        self.model = file.path if file is not None else "model"
         self.metadata = metadata(file) if file is not None and file.is_onnx else {}
         self.labels_file = config.get("labels") or ""
         self.names = names_of(self.metadata.get("names", ""))
@@ -102,7 +102,7 @@ class Detector(Postprocessor):
             if not isinstance(error, AmbiguousLayoutError) and any(None in output.dims[1:] for output in outputs):
                 return  # the first batch has the sizes that the file leaves open, as Ultralytics' dynamic=True does
             raise
-        self.output_name = outputs[self.layout.boxes_output].name
+        self.origin = replace(self.origin, output=outputs[self.layout.boxes_output].name)
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
         """The layouts that a model with these outputs may have."""
@@ -177,10 +177,8 @@ class Detector(Postprocessor):
             try:
                 with np.errstate(all="ignore"):  # numbers that are not finite are reported
                     results.append(self.of_item(own, item, is_reduced))
-            except InvalidRequest as error:
+            except (InvalidRequest, BackendError) as error:
                 results.append(error)
-            except BackendError as error:
-                results.append(prefixed(f"model {self.model}: ", error))
         return results
 
     # -- an item ------------------------------------------------------------------------------------------------------
@@ -190,7 +188,7 @@ class Detector(Postprocessor):
         assert self.layout is not None
         settings = self.bounds.of(item)
         size = input_size(item[TASK_DATA_KEY])
-        back = original.way_back(item, *size)
+        back = self.origin.way_back(item, size)
         read = self.layout.read_reduced if is_reduced else self.layout.read
         scores, found = self.choose(read(arrays, settings.threshold, size), settings)
         return self.result(scores, found, arrays, size, back)
@@ -200,13 +198,13 @@ class Detector(Postprocessor):
         assert self.layout is not None
         scores = candidates.scores
         if np.isnan(scores).any():
-            raise self.not_a_number("scores")
+            raise self.origin.not_finite("scores")
         order = best_first(scores, settings.threshold)[:MOST_CANDIDATES]
         for most in (2 * settings.max_det, len(order)):  # the best are mostly enough
             part = order[:most]
             found = candidates.at(part)
             if not np.isfinite(found.boxes).all():
-                raise self.not_a_number("boxes")
+                raise self.origin.not_finite("boxes")
             if settings.classes is not None:
                 wanted = np.isin(found.classes, [*settings.classes])
                 part, found = part[wanted], _rows(found, wanted)
@@ -228,10 +226,6 @@ class Detector(Postprocessor):
     def on_original(self, boxes: np.ndarray, back: WayBack) -> np.ndarray:
         """Boxes K×4 in pixels of the original image, clipped to it."""
         return back.points(boxes.reshape(-1, 2, 2).astype(np.float64)).reshape(-1, 4)
-
-    def not_a_number(self, what: str) -> BackendError:
-        """The error for NaN or infinity among ``what`` of an item."""
-        return BackendError(f"output {self.output_name!r} has {what} that are not finite numbers")
 
 
 def best_first(scores: np.ndarray, threshold: float) -> np.ndarray:

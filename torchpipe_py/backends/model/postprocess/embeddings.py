@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchpipe_py.backends.model.check import ROWS
 from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.backends.model.postprocess.classes import OfClasses
 from torchpipe_py.backends.signature import TensorSpec
@@ -27,7 +26,7 @@ class L2Normalize(OfClasses):
     least_classes = 0
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        return ROWS.of_items(self.on_device(outputs))
+        return self.rows(self.on_device(outputs)[0], "values")
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         import torch
@@ -36,10 +35,11 @@ class L2Normalize(OfClasses):
         if vectors.is_cuda:
             return [torch.nn.functional.normalize(vectors, dim=1, eps=LEAST_LENGTH)]
         rows = to_numpy(vectors)
-        return [torch.from_numpy(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), LEAST_LENGTH))]
+        with np.errstate(invalid="ignore"):  # infinity becomes NaN, which is reported
+            return [torch.from_numpy(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), LEAST_LENGTH))]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        return ROWS.of_items([tensors[0].clone()])
+        return self.rows(tensors[0].clone(), "values")
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         return [replace(output, dims=output.dims[:2], dtype="float32") for output in outputs[:1]]

@@ -205,7 +205,7 @@ class YoloSegments(Detector):
             bounds = f"{MOST_SIDE} in a side, {MAX_PIXELS} altogether"
             raise InvalidRequest(f"masks of {back.size[1]}x{back.size[0]} pixels; at most {bounds}")
         if not np.isfinite(prototypes).all() or not np.isfinite(found.extra).all():
-            raise self.not_a_number("masks")
+            raise self.origin.not_finite("masks")
         upsampler = Upsampler(prototypes.shape[1:], size, back)
         pairs = zip(found.extra, boxes.astype(np.float32), strict=True)
         form, kept, masks, pixels = FORMS[self.masks], [], [], 0

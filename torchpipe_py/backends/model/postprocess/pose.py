@@ -56,7 +56,7 @@ class YoloPose(Detector):
     ) -> Detections:
         values = found.extra.reshape(len(scores), *self.shape).astype(np.float64)
         if not np.isfinite(values).all():
-            raise self.not_a_number("keypoints")
+            raise self.origin.not_finite("keypoints")
         points = np.ones((len(scores), self.shape[0], 3))
         points[:, :, 2 : self.shape[1]] = values[:, :, 2:]
         points[:, :, :2] = back.points(values[:, :, :2])
