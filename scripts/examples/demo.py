@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (args.out / "images").mkdir(parents=True, exist_ok=True)
     (args.out / "labels.txt").write_text("".join(f"{label}\n" for label in LABELS), encoding="utf-8")
     model = args.out / "model.onnx"
-    difference, _ = export_checked(network, model, size=SIDE, opset=17, batches=(1, 5), tolerance=1e-4)
+    checked = export_checked(network, model, size=SIDE, opset=17, batches=(1, 5), tolerance=1e-4)
     held_out, expected = draw_set(args.seed, HELD_OUT, HELD_OUT_PER_CLASS)
     for place, jpeg in enumerate(held_out[: KEPT_PER_CLASS * len(LABELS)]):
         number, index = divmod(place, len(LABELS))
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = [NORMALISE(torch.from_numpy(preprocess(jpeg))[None]).numpy() for jpeg in held_out]
     named = torch.tensor([int(session.run(["logits"], {"input": one})[0].argmax()) for one in inputs])
     accuracy = float((named == expected).double().mean())
-    print(f"{model}: {model.stat().st_size / 1e3:.0f} kB, within {difference:.1g} of PyTorch")
+    print(f"{model}: {model.stat().st_size / 1e3:.0f} kB, within {checked.difference:.1g} of PyTorch")
     print(f"held out: accuracy {accuracy:.4f} of {len(held_out)} pictures")
     if accuracy < ENOUGH:
         print(f"demo: held-out accuracy is below {ENOUGH}: more --epochs or --images-per-class?", file=sys.stderr)

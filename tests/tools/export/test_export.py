@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,10 @@ from torch import nn
 from torchpipe_py import parse_toml, pipe
 from torchpipe_py.cli import main
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.registry import import_code
+from torchpipe_py.tools.export.branches import places_that_read_values, unresolved_branch
 from torchpipe_py.tools.export.models import count_classes, load_into, read_weights
+from torchpipe_py.tools.export.outputs import tensors_of
 from torchpipe_py.tools.report import ToolError
 
 Refused = Callable[..., str]
@@ -233,9 +237,14 @@ OUTPUTS = {
     "view": ("x.view(4, -1)[:, :5]", "build does not take|depends on|is 4x5 for a batch of 3"),
     "mixed": ("x.mean((2, 3)) - x.mean()", "output 0 of an image depends on the others of its batch"),
     "one": ("x.mean()", "output 0 is a scalar for a batch of 3; it must begin with 3"),
-    "dict": ("{'out': x}", "forward returns a dict; expected a Tensor, or a tuple of Tensors"),
+    "number": ("{'out': [x, x.shape[0]]}", "forward returns a int, as output out.1; expected Tensors, or dicts"),
+    "detections": ("[{'boxes': one} for one in x]", "a dict for each image, as torchvision's detectors do"),
+    "branch": ("x + 2 if x.mean() < -1.5 else x", "forward reads values of the picture in Python, which the ONNX"),
+    "another": ("nn.functional.dropout(x)", "output 0 is another each time for the same images: dropout"),
+    "squeeze": ("x.mean((2, 3)).squeeze()", "is 3x3 for three images, and 3 for one image; squeeze() drops a batch"),
+    "black": ("x / x.std((1, 2, 3), keepdim=True)", "output 0 for a black picture of PyTorch holds NaN"),
     "nan": ("x.mean((2, 3)) / 0 * 0", "output 0 holds NaN or infinity for random images"),
-    "size": ("x @ torch.zeros(9, 9)", "; give its size with --resize HxW"),
+    "size": ("x @ torch.zeros(9, 9)", "either it takes another size (--resize HxW; --color gray"),
     "constant": ("torch.stack([one.mean((1, 2)) for one in x])", "does not run at batches of 1, 3, 7"),
 }
 
@@ -252,6 +261,112 @@ def test_refuses_models_with_unsuitable_outputs(folder: Path, refused: Refused, 
         assert f"{file}:number: TypeError: 'int' object is not callable" in refused(f"{file}:number")
         assert f"{file}:needs: it is called without arguments, and needs path" in refused(f"{file}:needs")
         assert f"{file}:Model: returns" not in said
+
+
+SUITABLE = {
+    "dict": ("{'out': x, 'aux': x[:, :1], 'none': None}", ["out", "aux"]),
+    "nested": ("(x, (x + 1, {'a': [x * 2]}))", ["output_0", "output_1_0", "output_1_1_a_0"]),
+    "alone": ("{'a b': x.mean((2, 3))}", ["a_b"]),
+    "writes": ("x.sub_(0.5).mul_(2).mean((2, 3))", ["logits"]),
+    "sizes": ("x[:, :, ::2] if x.shape[0] > 0 and x.size(2) % 2 == 0 and len(x) else x", ["logits"]),
+    "buffer": ("x.mean((2, 3)) if self.flag > 0 else x", ["logits"]),
+}
+
+
+def test_outputs_of_dicts_and_tuples_are_those_of_pytorch(folder: Path) -> None:
+    """Of networks that write into their input or look at sizes and buffers, too."""
+    for name, (expression, names) in SUITABLE.items():
+        start = "class Model(nn.Module):\n def __init__(self):\n  super().__init__()"
+        text = f"{start}\n  self.register_buffer('flag', torch.ones(1))\n def forward(self, x):\n  return {expression}"
+        file = code(folder, name, text)
+        assert main(["export", f"{file}:Model", "--resize", "8x8", "--out", name]) == 0
+        images = torch.randn(2, 3, 8, 8)
+        module: Any = import_code(file)
+        expected = [tensor for _, tensor in tensors_of(module.Model()(images.clone()))]
+        with pipe({"backend": "OnnxTensor", "model": f"{name}.onnx", "max": 2, "mean": 0, "std": 1}) as run:
+            assert [spec.name for spec in run.signature().outputs] == names
+            run(items := [{"data": image} for image in images])
+        for index, item in enumerate(items):
+            given = item["result"] if isinstance(item["result"], list) else [item["result"]]
+            for served, right in zip(given, expected, strict=True):
+                torch.testing.assert_close(served, right[index : index + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_segmenter_of_a_dict_serves_with_a_chosen_postprocessor(folder: Path) -> None:
+    name = code(folder, "segments", "class Model(nn.Module):\n def forward(self, x):\n  return {'out': x * 1}")
+    assert main(["export", f"{name}:Model", "--resize", "8x8", "--postprocessor", "ArgMax"]) == 0
+    with pipe("model.toml") as run:
+        run(data := {"data": encode(picture(8, 8))})
+    assert (data["result"].shape, data["result"].dtype) == ((1, 8, 8), torch.uint8)
+
+
+def test_notes_lines_whose_values_are_fixed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An assertion on the picture, which ONNX files have not."""
+    text = "class Model(nn.Module):\n def forward(self, x):\n  assert (x > -9).all()\n  return x.mean((2, 3))"
+    name = code(folder, "asserts", text)
+    assert main(["export", f"{name}:Model", "--resize", "8x8"]) == 0
+    assert f"NOTE: the ONNX file does for all pictures what forward did for the trial at {name}:5: assert" in (
+        capsys.readouterr().out
+    )
+
+
+READS = {
+    "x * x.mean().item()": True, "x * math.sqrt(x.var())": True, "[x for _ in range(int(x.sum()))]": True,
+    "x if torch.equal(x, -x) else -x": True, "x if x.allclose(-x) else -x": True, "x * x[0, 0, 0].tolist()[0]": True,
+    "x if 3 in x else -x": True, "x + torch.from_numpy(x.numpy())": True, "x if self.filled(x) > 0 else -x": True,
+    "torch.where(x.mean() > 0, x, -x)": False, "x[: len(x) // 2]": False, "x if self.flag > 0 else -x": False,
+}  # fmt: skip
+
+
+def test_finds_every_way_to_read_values_of_a_picture() -> None:
+    class Model(nn.Module):
+        def __init__(self, expression: str) -> None:
+            super().__init__()
+            self.expression = expression
+            self.register_buffer("flag", torch.ones(1))
+
+        def filled(self, x: torch.Tensor) -> torch.Tensor:
+            means = torch.zeros(len(x))
+            means[:] = x.mean((1, 2, 3))
+            return means.sum()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return eval(self.expression, {"torch": torch, "math": math, "x": x, "self": self})
+
+    images = torch.randn(2, 3, 8, 8).abs()
+    assert {text: bool(places_that_read_values(Model(text), images)) for text in READS} == READS
+
+
+@pytest.mark.slow
+def test_branches_on_the_number_of_values_are_found_by_torch_export() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x[x > 0].numel() > 5 else -x
+
+    images = torch.randn(2, 3, 8, 8)
+    found = unresolved_branch(Counts(), images)
+    assert found is not None
+    assert found.code == "return x if x[x > 0].numel() > 5 else -x"
+    assert unresolved_branch(nn.Flatten(), images) is None
+
+
+def test_function_that_imports_torchvision_without_its_operators(folder: Path) -> None:
+    """As a torchvision for CUDA beside a PyTorch for the CPU; a stub registers an operator as torchvision does."""
+    stub = folder / "torchvision"
+    stub.mkdir()
+    text = "import torch\n@torch.library.register_fake('torchvision::missing_here')\ndef fake(x): ...\n"
+    (stub / "__init__.py").write_text(text, encoding="utf-8")
+    name = code(folder, "inside", "def build():\n import torchvision\n return nn.Flatten()")
+    before = {key: module for key, module in sys.modules.items() if key.partition(".")[0] == "torchvision"}
+    for key in before:
+        del sys.modules[key]
+    sys.path.insert(0, str(folder))
+    try:
+        assert main(["export", f"{name}:build", "--resize", "8x8"]) == 0
+    finally:
+        for key in [key for key in sys.modules if key.partition(".")[0] == "torchvision"]:
+            del sys.modules[key]
+        sys.modules.update(before)
 
 
 # --- files of weights

@@ -17,6 +17,7 @@ from torchpipe_py.backends.model.postprocess import SoftmaxArgMax, SoftmaxCpu, S
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml
+from torchpipe_py.tools.export.branches import ASSERT, Place, listed, places_that_read_values, unresolved_branch
 from torchpipe_py.tools.export.config import (
     COMMENTS,
     Files,
@@ -28,7 +29,8 @@ from torchpipe_py.tools.export.config import (
 )
 from torchpipe_py.tools.export.from_onnx import export_onnx
 from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
-from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked
+from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked, noise
+from torchpipe_py.tools.export.outputs import flat, has_names, names_of
 from torchpipe_py.tools.report import ToolError
 
 FORMS = "file.py:function, package.module:function, the name of a torchvision classifier or an ONNX file"
@@ -45,7 +47,8 @@ def run_export(args: argparse.Namespace) -> int:
         return export_onnx(args)
     if args.fit is not None:
         raise ToolError("--fit: for an ONNX file; a PyTorch model takes --resize and --crop")
-    args.postprocessor = POSTPROCESSOR if args.postprocessor is None else args.postprocessor
+    is_chosen = args.postprocessor is not None
+    args.postprocessor = args.postprocessor if is_chosen else POSTPROCESSOR
     args.color = args.color or "rgb"
     files = Files(args.out or Path("model"))
     files.check(args.force)
@@ -69,10 +72,12 @@ def run_export(args: argparse.Namespace) -> int:
         if len(numbers) not in (1, size[0]):
             channels = counted(size[0], "channel")
             raise ToolError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
-    outputs = check_batch(source.model, size)
+    places, outputs = zip(*check_batch(source.model, size).items(), strict=True)
+    notes = _refuse_branches(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
-    postprocessor = postprocessor if classes is not None else ""
-    if postprocessor in SOFTMAXES and _is_softmax(outputs[0]):
+    if not is_chosen and classes in (None, 1):
+        postprocessor = ""
+    if postprocessor in SOFTMAXES and outputs[0].ndim == 2 and _is_softmax(outputs[0]):
         problem = f"{source.name} ends in a softmax, and {args.postprocessor} would apply another one"
         raise ToolError(f"{problem}: leave it out of the model, or give --postprocessor ArgMax")
     labels = _labels(args.labels, source, classes)
@@ -80,11 +85,12 @@ def run_export(args: argparse.Namespace) -> int:
         labels = ()
     kind = "not a classifier" if classes is None else counted(classes, "class")
     title = f"{source.name}, {kind}, {source.weights}"
-    names = ["logits"] if len(outputs) == 1 else [f"output_{index}" for index in range(len(outputs))]
+    names = names_of(places)
     axes = {name: {0: "batch"} for name in ["input", *names]}
+    network = flat(source.model) if has_names(places) else source.model
     with tempfile.TemporaryDirectory() as folder:
         made = Files(Path(folder, files.name.name))
-        difference, largest = export_checked(source.model, made.model, size=size, opset=args.opset, axes=axes)
+        checked = export_checked(network, made.model, size=size, opset=args.opset, axes=axes)
         if labels:
             made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         node = model_node(made, transform, bool(labels), args.postprocessor if postprocessor else "")
@@ -98,14 +104,35 @@ def run_export(args: argparse.Namespace) -> int:
     megabytes = files.model.stat().st_size / 1e6
     print(f"{files.model}: {title}, input N{shape}, {megabytes:.1f} MB")
     batches = ", ".join(map(str, BATCHES))
-    print(f"  outputs within {difference:.1g} of PyTorch's, which reach {largest:.2g}, in batches of {batches}")
-    if largest < NEARLY_ZERO:
+    reach = f"which reach {checked.largest:.2g}"
+    print(f"  outputs within {checked.difference:.1g} of PyTorch's, {reach}, in batches of {batches}")
+    if len(names) > 1 or has_names(places):
+        print(f"  outputs {', '.join(names)}")
+    if classes == 1 and not is_chosen:
+        print("  NOTE: one number; if it is the logit of a class, --postprocessor Sigmoid answers its score")
+    if checked.places and not notes and (branch := unresolved_branch(source.model, *noise(size, (2,))[:1])):
+        notes = [branch]
+    if notes:
+        print(f"  NOTE: the ONNX file does for all pictures what forward did for the trial at {listed(notes)}")
+    if checked.largest < NEARLY_ZERO:
         print("  NOTE: all outputs are nearly 0, so this means little: are these the weights of a trained model?")
     print(f"{files.toml}: {pixels}")
     if uses(postprocessor, "labels"):
         print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are class numbers")
     print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
     return 0
+
+
+def _refuse_branches(model: Any, size: tuple[int, int, int]) -> list[Place]:
+    """The assertions on values that the ONNX file will not have; ``ToolError`` for other lines that read values."""
+    try:
+        places = places_that_read_values(model, *noise(size, (2,))[:1])
+    except Exception:  # an operator that takes only Tensors of PyTorch's own class
+        return []
+    if branches := [place for place in places if not place.code.startswith(ASSERT)]:
+        why = "forward reads values of the picture in Python, which the ONNX file would fix at those of the trial"
+        raise ToolError(f"{why}: {listed(branches)}; torch.where(condition, a, b) decides for each picture")
+    return places
 
 
 def _check_written(made: Files) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import pickle
 import re
@@ -22,7 +21,7 @@ from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.files import archive_kind, file_kind
 from torchpipe_py.registry import import_code
 from torchpipe_py.tools.export.config import Transform
-from torchpipe_py.tools.export.onnx_file import noise, one_line, quiet
+from torchpipe_py.tools.export.onnx_file import noise, one_line, quiet, required_parameters
 from torchpipe_py.tools.report import ToolError
 
 PRETRAINED = "pretrained"
@@ -185,10 +184,10 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
         raise ToolError(f"{module_name} has no {function_name!r}; {nearest(function_name, names)}")
     function = getattr(module, function_name)
     loaded = read_weights(Path(weights)) if weights not in (None, PRETRAINED, UNTRAINED) else None
-    needed = () if isinstance(function, torch.nn.Module) else _required(function)
+    needed = () if isinstance(function, torch.nn.Module) else required_parameters(function)
     given = {key: len(loaded.classes) for key in needed if loaded and loaded.classes and key in CLASS_COUNTS}
     try:
-        model = function if isinstance(function, torch.nn.Module) else function(**given)
+        model = function if isinstance(function, torch.nn.Module) else _with_torchvision(lambda: function(**given))
     except Exception as error:
         lacking = [key for key in needed if key not in given]
         why = f"it is called without arguments, and needs {', '.join(lacking)}" if lacking else one_line(error)
@@ -207,17 +206,6 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
         raise ToolError(f"--weights {weights}: only for torchvision's; give a file, or let {function_name} load them")
     load_into(model, loaded, name, f"{function_name} must build the model that the file was saved from")
     return Source(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
-
-
-def _required(function: Any) -> list[str]:
-    """The parameters without a default that a function takes by place."""
-    if not callable(function):
-        return []
-    with suppress(TypeError, ValueError):  # a function written in C may not have a signature
-        parameters = inspect.signature(function).parameters.values()
-        by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        return [each.name for each in by_place if each.default is each.empty]
-    return []
 
 
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
