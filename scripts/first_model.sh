@@ -9,7 +9,6 @@ folder=${1:-$(mktemp -d)}
 mkdir -p "$folder"
 rm -rf "$folder"/*.whl "$folder"/served
 "${VENV:-.venv}/bin/python" -m hatchling build -t wheel -d "$folder" >/dev/null 2>&1
-torch=$(grep '^torch==' requirements.txt)
 scripts=$PWD/scripts configs=$PWD/configs
 cd "$folder"
 
@@ -20,9 +19,9 @@ step() {
   awk "BEGIN { printf \"  (%.1f s)\n\", ${EPOCHREALTIME/,/.} - ${start/,/.} }"
 }
 
-# PyTorch is pinned, and torchvision follows it.
+# A pair that was built together, also where requirements.txt gives a PyTorch for the CPU.
 [[ -e env ]] || step 'python3 -m venv env'
-step "env/bin/pip install -q '$(echo ./*.whl)[server,client]' torchvision '$torch'"
+step "env/bin/pip install -q '$(echo ./*.whl)[server,client]' torch==2.14.1 torchvision==0.29.1"
 
 if [[ ! -e mine.pt ]]; then
   echo; echo "(what a user has: a trained ResNet-18, its labels, images)"

@@ -74,7 +74,7 @@ def test_pipe_agrees_with_pytorch_and_report_names_the_runtime(work: Path) -> No
 
 def test_a_second_run_takes_the_checkpoints_and_prints_the_documents_columns(work: Path, capsys: Any) -> None:
     made = {path.name: path.read_bytes() for path in work.glob("*.pt")}
-    assert made.keys() == {"cpu_all.pt", "cpu_part.pt"}
+    assert made.keys() == {f"cpu_{part}{best}.pt" for part in ("all", "part") for best in ("", "_best")}
     assert status(work) == 0
     assert {path.name: path.read_bytes() for path in work.glob("*.pt")} == made
     printed = capsys.readouterr().out.splitlines()

@@ -414,7 +414,7 @@ def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_nothing_is_run_and_every_other_file_is_refused(tmp_path: Path) -> None:
     model = tiny(5)
     whole, script = saved(tmp_path / "whole.pt", model), tmp_path / "script.pt"

@@ -173,7 +173,7 @@ def test_notes_settings_that_are_not_converted(capsys: pytest.CaptureFixture[str
     assert [line.startswith("  models/net/config.pbtxt:2: ") and note in line for line in notes] == [True] * bool(note)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_torchscript_takes_its_tensors_by_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     class Minus(torch.nn.Module):
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
