@@ -149,7 +149,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 ANYWHERE = ("--host", "127.0.0.1", "--port", "0")
 WRONG_LINES = {
-    "no config": ([], "config"),
+    "no config": ([], "CONFIG"),
     "missing file": (["nowhere.toml", *ANYWHERE], "nowhere.toml"),
     "folder": (["{files}/folder.toml", *ANYWHERE], "folder.toml"),
     "broken": (["{files}/broken.toml", *ANYWHERE], "broken.toml"),
