@@ -152,6 +152,7 @@ def test_graph_refuses_invalid_arguments(good: str, tmp_path: Path, capsys: pyte
                 *(("--torchvision", "any"), ("--worst", "-1"), ("--max-mean", "nan")),
                 *(("--max-mean", "-1"), ("--min-agreement", "1.1"), ("--max-drop", "101")),
                 *(("--html", "no/such/folder/x.html"), ("--json", ".")),
+                *(("--against", "net.py:predict"), ("--tolerance", "top=0.9")),
             )
         ),
         (["parity", "a.toml", "b.toml"], "--img_dir"),

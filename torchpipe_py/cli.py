@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("export", "tools.export", "write a PyTorch model as ONNX, with the TOML that serves it"),
         ("encrypt", "encryption", "encrypt a model, or make a key"),
         ("from-triton", "tools.from_triton", "write the TOML files of a model repository of Triton"),
-        ("parity", "tools.parity", "compare two configurations on a directory of images"),
+        ("parity", "tools.parity", "compare two configurations, or one and a PyTorch function, on images"),
         ("quantize", "tools.quantize", "write an int8 copy of a configuration's model, if it is as good"),
         ("tune", "tools.tune", "choose workers, batches and threads of a configuration by measurements"),
     ):

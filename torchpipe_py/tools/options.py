@@ -55,6 +55,15 @@ def output_file(text: str) -> Path:
     return Path(text)
 
 
+def _tolerance(text: str) -> Any:
+    from torchpipe_py.tools.compare_models.tolerance import read_tolerance
+
+    try:
+        return read_tolerance(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _onnx(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".onnx":
@@ -92,12 +101,16 @@ def _floats(text: str) -> tuple[float, ...]:
 def add_parity_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe parity``."""
     add = parser.add_argument
-    add("a", metavar="A.toml", help="the reference: its result is a Mat, a Tensor or a class")
+    add("a", metavar="A.toml", help="the reference; its results say what is compared")
     other = parser.add_mutually_exclusive_group(required=True).add_argument
     other("b", nargs="?", metavar="B.toml", help="to compare with it, with a result of the same kind")
+    function = "instead of B: compare A with file.py:function, the reference, which is called with each image's path"
+    other("--against", metavar="CODE", help=function)
     other("--torchvision", metavar="WEIGHTS", help="instead of B: torchvision's transform of these weights")
     add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
-    add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
+    add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares its results")
+    limits = "limits, as 'top1=0.999, score=0.01': stops as soon as images show that B keeps or misses them"
+    add("--tolerance", type=_tolerance, metavar="LIMITS", help=limits)
     add("--html", type=output_file, metavar="FILE", help="write a self-contained report with pictures")
     add("--json", type=output_file, metavar="FILE", help="write every figure of every image")
     add("--worst", type=at_least(0), default=10, metavar="N", help="images to show (default: %(default)s)")

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,11 +21,12 @@ from conftest import Register, encode, picture
 from kit.backends import returns
 from kit.small_zoo import use_small_zoo
 
-from torchpipe_py import ItemBackend
+from torchpipe_py import Detections, ItemBackend, Param
 from torchpipe_py.cli import main
 from torchpipe_py.tools.compare_models.figures import Prediction
-from torchpipe_py.tools.compare_models.images import shown_name
-from torchpipe_py.tools.compare_models.results import Unusable, read_pixels, read_prediction
+from torchpipe_py.tools.compare_models.images import Pictures, Recorded, Source, shown_name
+from torchpipe_py.tools.compare_models.results import Unusable, kinds_of, read, read_pixels, read_prediction
+from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.report import ToolError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,37 +127,59 @@ def test_pixels_are_rgb_in_every_layout() -> None:
         assert np.array_equal(pixels, red)
 
 
-@pytest.mark.parametrize(
-    ("result", "wanted"),
-    [
-        (("ring", 0.5), Prediction("ring", 0.5)),
-        ((np.int64(3), np.float32(0.5)), Prediction(3, 0.5)),
-        (["ring", 1], Prediction("ring", 1.0)),
-        (torch.tensor([[0.1, 0.9, 0.3]]), Prediction(1)),
-        (torch.tensor([0.1, 0.9, 0.3]), Prediction(1)),
-        (torch.tensor([0.1, 3.0], dtype=torch.bfloat16), Prediction(1)),
-        (np.array([[3.0, 1.0]]), Prediction(0)),
-        ([torch.zeros(1, 5), torch.zeros(1, 5)], None),
-        (("ring", 0.5, 1), None),
-        *((result, None) for result in ("ring", ("ring", True), (True, 0.5), (1.5, 0.5), ("ring", "0.5"), ("a",), 3)),
-        *((torch.zeros(shape), None) for shape in ((1, 1), (2, 5), (1, 5, 1, 1), ())),
-    ],
-)
-def test_reads_classes(result: Any, wanted: Prediction | None) -> None:
-    if wanted is not None:
-        assert read_prediction(result, "m.toml") == wanted
-    else:
+def test_reads_each_kind_of_result() -> None:
+    row = torch.tensor([[0.0, 2.0, 1.0]])
+    found = Detections(np.zeros((1, 4)), [0.5], [1])
+    softmax = 1 / (1 + math.exp(-2) + math.exp(-1))
+    wanted: list[tuple[Any, str, Any]] = [
+        (("ring", 0.5), "classes", Prediction("ring", 0.5)),
+        ((np.int64(3), np.float32(0.5)), "classes", Prediction(3, 0.5)),
+        (["ring", 1], "classes", Prediction("ring", 1.0)),
+        ([("ring", 0.5), ("box", 0.25)], "classes", Prediction("ring", 0.5, ("ring", "box"))),
+        ([], "classes", Prediction(None, None, ())),
+        ("ring", "classes", Prediction("ring")),
+        (3, "classes", Prediction(3)),
+        (row, "classes", Prediction(1, pytest.approx(softmax))),
+        (row[0].numpy(), "classes", Prediction(1, pytest.approx(softmax))),
+        (torch.tensor([0.25, 0.75], dtype=torch.bfloat16), "classes", Prediction(1, 0.75)),
+        (torch.tensor([[0.6, -0.8]]), "embeddings", np.array([0.6, -0.8])),
+        ([0.6, 0.0, 0.8], "embeddings", np.array([0.6, 0.0, 0.8])),
+        (torch.zeros(1, 2, 3, dtype=torch.int32), "masks", np.zeros((2, 3))),
+        (torch.zeros(1, 2, 3, dtype=torch.uint8), "masks", np.zeros((2, 3))),
+        (np.ones((2, 3), bool), "masks", np.ones((2, 3))),
+        (found, "detections", found),
+        (RED, "pixels", None),
+        (torch.zeros(1, 3, 2, 2), "pixels", None),
+    ]
+    for value, kind, result in wanted:
+        item = {"result": value}
+        assert kinds_of(item, "m.toml")[0] == kind, value
+        if result is not None:
+            read_as = read(kind, item, "m.toml")
+            assert np.allclose(read_as, result) if isinstance(result, np.ndarray) else read_as == result, value
+
+    rows = [torch.zeros(1, 5), torch.zeros(1, 5)]
+    for value in (rows, ("ring", 0.5, 1), ("ring", True), (True, 0.5), (1.5, 0.5), ("ring", "0.5"), ("a",), object()):
+        with pytest.raises(ToolError, match=r"m.toml: its result cannot be compared: expected a class, detections"):
+            kinds_of({"result": value}, "m.toml")
+    for shape in ((1, 1), (2, 5), (1, 5, 1, 1), ()):
         with pytest.raises(ToolError, match=r"m.toml: its result cannot be read as a class: expected \(label, score\)"):
-            read_prediction(result, "m.toml")
+            read_prediction({"result": torch.zeros(shape)}, "m.toml")
 
 
 def test_an_image_without_usable_values() -> None:
     for tensor in (torch.zeros(1, 3, 0, 4), torch.full((1, 3, 2, 2), math.nan), torch.full((1, 3, 2, 2), math.inf)):
         with pytest.raises(Unusable):
             read_pixels({"result": tensor}, "x.toml")
-    for result in (torch.tensor([[1.0, math.nan]]), ("ring", math.nan)):
+    broken = Detections(np.full((1, 4), math.nan), [0.5], [1])
+    vector = np.array([0.6, math.inf])
+    for kind, result in (
+        *(("classes", result) for result in (torch.tensor([[1.0, math.nan]]), ("ring", math.nan))),
+        ("detections", broken),
+        ("embeddings", vector),
+    ):
         with pytest.raises(Unusable):
-            read_prediction(result, "m.toml")
+            read(kind, {"result": result}, "m.toml")
 
 
 # -- two configurations -----------------------------------------------------------------------------------------------
@@ -274,6 +298,92 @@ def test_disagreeing_images_are_listed(parity: Parity, write: Write, tmp_path: P
     assert "--min-agreement 0.6: 0.5000 over 2 images, missed" in run.out
 
 
+# -- a function, and a tolerance --------------------------------------------------------------------------------------
+
+BY_COLOR = """
+import cv2
+
+def predict(path):
+    mean = cv2.imread(path).mean((0, 1))
+    if len(cv2.imread(path)) == 110:
+        raise ValueError("not this one")
+    return int(mean.argmax()), float(mean.max() / 255)
+"""
+
+
+class Brightest(ItemBackend):
+    """The number of the brightest channel, with its mean as score."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        mean = item["data"].mean((0, 1))
+        item["result"] = ("bgr"[int(mean.argmax())], float(mean.max() / 255))
+
+
+def test_a_function_is_the_reference(
+    parity: Parity, write: Write, images: Path, tmp_path: Path, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "by_color.py").write_text(BY_COLOR)
+    (tmp_path / "labels.txt").write_text("b\ng\nr\n")
+    monkeypatch.delitem(sys.modules, "by_color", raising=False)
+    function = f"{tmp_path / 'by_color.py'}:predict"
+    config = write("a", f'backend = "S[DecodeMat,{register(Brightest)}]"')
+    run = parity(config, None, images, "--against", function)
+    assert run.status == 1
+    assert f"{config} gives labels ('" in run.err
+    assert f"{function} numbers of classes" in run.err
+
+    labelled = register(type("Labelled", (Brightest,), {"labels": Param(str, doc="labels")}))
+    config = write("b", f'backend = "S[DecodeMat,{labelled}]"\nlabels = "{tmp_path / "labels.txt"}"')
+    run = parity(config, None, images, "--against", function, "--tolerance", "top1=0.3, score=0.001, images=0.3")
+    assert (run.json["a"], run.json["b"], run.json["kinds"]) == (function, config, ["classes"])
+    assert [(each["name"], each["a"]) for each in run.json["refused"]] == [("1.jpg", "ValueError: not this one")]
+    assert run.json["agreement"]["same"] == 4
+    # The image for which only one side has a result counts.
+    assert [each["beyond"] for each in run.json["tolerance"]["limits"]] == [0.2, 0.2]
+
+    for name, problem in (
+        (function[: -len(":predict")], "by_color.py: expected file.py:function or package.module:function; for"),
+        (function.replace("predict", "predic"), "has no function 'predic'; did you mean 'predict'?"),
+        ("nowhere.py:predict", "nowhere.py: no such file"),
+    ):
+        assert problem in parity(config, None, images, "--against", name).err
+    monkeypatch.delitem(sys.modules, "by_color")
+
+
+def test_status_and_answer_say_whether_the_tolerance_is_kept(parity: Parity, write: Write, images: Path) -> None:
+    a, b = write("a", BILINEAR), write("b", AREA)
+    for tolerance, status, answer, seen in (
+        ("mean=40, images=0.3", 0, "B is within the tolerance, as all 5 images show", 5),
+        ("mean=0.001, images=0.8", 1, "B is beyond the tolerance (mean ≤ 0.001), as all 5 images show", 5),
+        ("max=255", 1, "undecided: all 5 images are too few for max ≤ 255; about 420 like these would decide", 5),
+    ):
+        run = parity(a, b, images, "--tolerance", tolerance)
+        assert (run.status, run.out.split("\n")[0], run.json["counts"]["seen"]) == (status, answer, seen)
+        assert run.json["answer"] == answer
+        assert run.json["tolerance"]["stopped"].startswith("after 5 of 5 images: ")
+        assert answer in Page(run.html).text
+        assert run.json["tolerance"]["text"] == tolerance
+    run = parity(a, b, images, "--tolerance", "top1=0.9")
+    assert (run.status, run.out) == (1, "")
+    assert "--tolerance: 'top1' is not measured on pixels, which the results are; valid: max, mean" in run.err
+
+
+def test_a_recorded_source_runs_once_for_each_image(images: Path) -> None:
+    called: list[str] = []
+
+    def predict(path: str) -> Any:
+        called.append(path)
+        return "ring", 0.5
+
+    with ExitStack() as stack:
+        reference = Recorded(Source("f", predict), stack)
+        for _ in range(2):
+            found = compare(reference, Source("g", lambda path: ("ring", 0.25)), Pictures(str(images)))
+            assert [image.figures for image in found.compared] == [{"top1": 1, "score": 0.25}] * 5
+    assert len(called) == len(set(called)) == 5
+
+
 # -- torchvision's transform ------------------------------------------------------------------------------------------
 
 
@@ -339,8 +449,7 @@ def test_refuses_pipes_that_cannot_be_compared(
         ("missing.toml", images, "no such file"),
         (roots, images, f"torchpipe: {roots}: "),
         (roots, images, "one root"),
-        (label, images, f"torchpipe: {label}: its result is neither Mat nor Tensor: "),
-        (label, images, "expected a Mat (uint8 array, HxWxC) or a Tensor (1xCxHxW), got tuple of 2\n"),
+        (label, images, f"{good} gives pixels, {label} gives classes: only results of one kind can be compared\n"),
     ]
 
     for config, folder, message in cases:

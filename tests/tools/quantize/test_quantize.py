@@ -253,7 +253,7 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
         (DEMO, ["--calibrate", "7"], "7 images to calibrate with and 41 to check with are too few: at least 8 of eac"),
         (DEMO, ["--img_dir", "broken"], "0 of 8 images can be calibrated with, at least 8 are needed; 0.jpg: Decode"),
         (f'{DEMO}"precision::fp32" = "/3/Konv"\n', [], "precision::fp32: no layer '/3/Konv'; did you mean '/3/Conv'?"),
-        (f'{DEMO}next = "boxes"\n[boxes]\nbackend = "Boxes"\n', [], "its result cannot be read as a class: expected "),
+        (f'{DEMO}next = "boxes"\n[boxes]\nbackend = "Boxes"\n', [], "its result cannot be compared: expected "),
         (DEMO.replace("max", "maxx"), [], "node 'model': key 'maxx': unknown key; did you mean 'max'?"),
     ],
 )

@@ -15,10 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from conftest import Register
+from kit.backends import returns
 from kit.models import one_node
 from kit.services import LIGHT
 from kit.waits import eventually, is_alive
 
+from torchpipe_py import Detections
 from torchpipe_py.cli import main
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
@@ -218,6 +221,17 @@ def test_parity_reports_how_results_differ(
     else:
         with pytest.raises(ToolError, match=words):
             parity_of(written, other, str(IMAGES))
+
+
+def test_alternative_that_loses_objects_is_not_tried(register: Register) -> None:
+    boxes = Detections([[0, 0, 9, 9], [20, 0, 29, 9]], [0.9, 0.8], [0, 1])
+    written, same, other = (
+        Candidate(name, tables(n={"backend": register(returns(found))}))
+        for name, found in (("a", boxes), ("b", boxes), ("c", boxes[:1]))
+    )
+    assert parity_of(written, same, str(IMAGES)) == "96 of 96 objects are found again, and 0 others"
+    with pytest.raises(ToolError, match="48 of 96 objects are found again, and 0 others"):
+        parity_of(written, other, str(IMAGES))
 
 
 def test_alternatives_with_other_results_are_not_tried() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import PurePath
 
 import numpy as np
@@ -31,20 +31,45 @@ class Difference:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted class, with its score if the model gives one."""
+    """A predicted class, with its score if the model gives one.
 
-    label: str | int
+    ``ranking`` has all classes of a model that gives several, the best first; without any, ``label`` is ``None``.
+    """
+
+    label: str | int | None
     score: float | None = None
+    ranking: tuple[str | int | None, ...] | None = None
 
     def __str__(self) -> str:
+        if self.label is None:
+            return "no class"
         return f"{self.label}" if self.score is None else f"{self.label} ({self.score:.4f})"
+
+    def with_labels(self, labels: Sequence[str]) -> Prediction:
+        """The same with the label of each class in place of its index."""
+
+        def named(index: str | int | None) -> str | int | None:
+            return labels[index] if isinstance(index, int) and 0 <= index < len(labels) else index
+
+        ranking = None if self.ranking is None else tuple(map(named, self.ranking))
+        return Prediction(named(self.label), self.score, ranking)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """How many objects each side found in an image, and how many of them are the same."""
+
+    a: int
+    b: int
+    matched: int
 
 
 @dataclass(frozen=True)
 class Compared:
-    """An image with pixels of the same shape, or a class, on both sides; with a model, both.
+    """An image with comparable results on both sides; with a model, pixels of the same shape and its results.
 
-    ``truth`` is the class from its folder or name, if images are labelled.
+    ``truth`` is the class from its folder or name, if images are labelled. ``figures`` has those of
+    ``measures.MEASURES`` that apply.
     """
 
     name: str
@@ -52,6 +77,8 @@ class Compared:
     a: Prediction | None = None
     b: Prediction | None = None
     truth: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    objects: Objects | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +163,22 @@ def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
         worst = max(range(len(values)), key=lambda index: abs(values[index]))
         found[figure] = Spread(float(np.median(values)), float(np.mean(values)), values[worst], pairs[worst][0])
     return found
+
+
+def measured(compared: Sequence[Compared], name: str, is_best_high: bool) -> Spread | None:
+    """One of ``measures.MEASURES`` over the images that have it; ``None`` without one."""
+    pairs = [(image.name, image.figures[name]) for image in compared if name in image.figures]
+    if not pairs:
+        return None
+    values = [value for _, value in pairs]
+    worst = (min if is_best_high else max)(range(len(values)), key=values.__getitem__)
+    return Spread(float(np.median(values)), float(np.mean(values)), values[worst], pairs[worst][0])
+
+
+def objects_of(compared: Sequence[Compared]) -> Objects | None:
+    """The objects of all images together; ``None`` if no detections were compared."""
+    found = [image.objects for image in compared if image.objects is not None]
+    return Objects(*(sum(column) for column in zip(*map(astuple, found), strict=True))) if found else None
 
 
 def _share(hits: int, total: int) -> Share:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import counted
-from torchpipe_py.tools.compare_models.figures import FIGURES, Share, accuracy, agreement, disagreeing, spreads
+from torchpipe_py.tools.compare_models.figures import (
+    FIGURES,
+    Share,
+    accuracy,
+    agreement,
+    disagreeing,
+    measured,
+    objects_of,
+    spreads,
+)
+from torchpipe_py.tools.compare_models.measures import MATCHED, MEASURES
 from torchpipe_py.tools.compare_models.run import Bar, Comparison
+from torchpipe_py.tools.compare_models.tolerance import Verdict
 from torchpipe_py.tools.report import WIDTH, aligned, clip
 
 LISTED = 20
@@ -23,16 +35,18 @@ TITLES = {
 
 def facts(outcome: Comparison) -> list[tuple[str, str]]:
     """Rows about what was compared."""
-    settings = outcome.settings
     counts = (
         (outcome.found, "found"),
         (len(outcome.compared), "compared"),
         (len(outcome.refused), "refused"),
         (len(outcome.shapes_differ), "of different shapes"),
     )
-    rows = [("A", settings.a), ("B", settings.b)]
-    rows += [("model", settings.model)] if settings.model else []
-    rows += [("images", ", ".join(f"{count} {what}" for count, what in counts)), ("directory", settings.img_dir)]
+    rows = [("A", outcome.reference.name), ("B", outcome.candidate.name)]
+    rows += [("model", outcome.model.name)] if outcome.model else []
+    images = ", ".join(f"{count} {what}" for count, what in counts)
+    rows += [("images", images), ("directory", outcome.pictures.img_dir)]
+    rows += [("compared as", " and ".join(outcome.kinds))] if outcome.kinds else []
+    rows += [("stopped", stop_reason(outcome))] if outcome.verdict else []
     return rows + [("note", note) for note in outcome.notes]
 
 
@@ -55,7 +69,11 @@ def class_rows(outcome: Comparison) -> list[tuple[str, str]]:
     """Rows about classes; empty if pixels are compared without a model."""
     agreed = agreement(outcome.compared)
     if agreed is None:
-        return [] if outcome.settings.model is None else [("top-1 agreement", "no image has a class on both sides")]
+        return (
+            []
+            if outcome.model is None or set(outcome.kinds) - {"pixels"}
+            else [("top-1 agreement", "no image has a class on both sides")]
+        )
 
     def text(share: Share) -> str:
         interval = f"95 % interval {share.low:.4f} to {share.high:.4f}"
@@ -74,6 +92,79 @@ def class_rows(outcome: Comparison) -> list[tuple[str, str]]:
     return rows
 
 
+def measure_rows(outcome: Comparison) -> list[tuple[str, ...]]:
+    """What is measured, median, mean, worst and the worst image's name; of results that are neither classes nor pixels.
+
+    Those have rows of their own.
+    """
+    rows = []
+    for name, measure in MEASURES.items():
+        spread = measured(outcome.compared, name, measure.is_best_high)
+        has_kind = set(measure.kinds) & set(outcome.kinds) - {"classes", "pixels"}
+        if spread is not None and has_kind:
+            numbers = (f"{value:.6g}" for value in (spread.median, spread.mean, spread.worst))
+            rows.append((f"{name}: {measure.doc}", *numbers, spread.worst_name))
+    return rows
+
+
+def object_rows(outcome: Comparison) -> list[tuple[str, str]]:
+    """How many objects were found, or nothing."""
+    objects = objects_of(outcome.compared)
+    if objects is None:
+        return []
+    matched = f"{objects.matched} matched (same class, IoU {MATCHED:g} or more)"
+    return [("objects", f"{objects.a} in A, {objects.b} in B, {matched}")]
+
+
+TOLERANCE_HEADS = ("tolerance", "beyond it", "95 % interval", "allowed", "images", "")
+
+
+def tolerance_rows(outcome: Comparison) -> list[tuple[str, ...]]:
+    """Limit, mean of how far images are beyond it, its interval, what is allowed, images, verdict."""
+    rows: list[tuple[str, ...]] = []
+    for finding in outcome.findings:
+        found, low, high, allowed = (
+            "-" if math.isnan(share) else f"{100 * share:.3g} %"
+            for share in (finding.found, finding.low, finding.high, finding.limit.allowed)
+        )
+        images = str(finding.images)
+        rows.append((str(finding.limit), found, f"{low} to {high}", allowed, images, finding.verdict.value))
+    return rows
+
+
+def answer(outcome: Comparison) -> str:
+    """The outcome in one line: whether B is within the tolerance, or how far it differs."""
+    if outcome.verdict is None:
+        return summary(outcome) or "nothing could be compared"
+    images = (
+        f"all {outcome.found} images" if outcome.seen == outcome.found else f"{outcome.seen} of {outcome.found} images"
+    )
+    if outcome.verdict is Verdict.WITHIN:
+        return f"B is within the tolerance, as {images} show"
+    open_limits = [finding for finding in outcome.findings if finding.verdict is outcome.verdict]
+    limits = ", ".join(str(finding.limit) for finding in open_limits)
+    if outcome.verdict is Verdict.BEYOND:
+        return f"B is beyond the tolerance ({limits}), as {images} show"
+    if empty := [str(finding.limit) for finding in open_limits if not finding.images]:
+        return f"undecided: {images} have nothing to compare by {', '.join(empty)}"
+    needed = [finding.needed for finding in open_limits]
+    more = "" if None in needed else f"; about {max(filter(None, needed))} like these would decide"
+    return f"undecided: {images} are too few for {limits}{more}"
+
+
+def stop_reason(outcome: Comparison) -> str:
+    """After how many images a comparison with a tolerance stopped, and why; empty without one."""
+    if outcome.verdict is None:
+        return ""
+    limits = ", ".join(str(each.limit) for each in outcome.findings if each.verdict is outcome.verdict)
+    reason = {
+        Verdict.WITHIN: "each interval lies within what is allowed",
+        Verdict.BEYOND: f"the interval of {limits} lies beyond what is allowed",
+        Verdict.UNDECIDED: f"there are no more; the interval of {limits} contains what is allowed",
+    }[outcome.verdict]
+    return f"after {outcome.seen} of {outcome.found} images: {reason}"
+
+
 def bar_line(bar: Bar) -> str:
     """``--max-mean 1: 0.8120 over 200 images, ok``."""
     value = "nothing to compare" if bar.value is None else f"{bar.value:.4f} over {counted(bar.images, 'image')}"
@@ -82,17 +173,23 @@ def bar_line(bar: Bar) -> str:
 
 def text_report(outcome: Comparison) -> Iterator[str]:
     """Lines of at most ``WIDTH`` columns."""
-    parts = [aligned(facts(outcome), least=16)]
+    parts = [[answer(outcome)], aligned(tolerance_rows(outcome), TOLERANCE_HEADS) if outcome.findings else []]
+    parts.append(aligned([*facts(outcome), *object_rows(outcome)], least=16))
     heads = ("per image, 0..255 scale", "median", "mean", "worst", "worst image")
     if rows := figure_rows(outcome):
         parts.append(aligned(rows, heads))
+    if rows := measure_rows(outcome):
+        parts.append(aligned(rows, ("per image", "median", "mean", "worst", "worst image")))
     parts.append(aligned(class_rows(outcome), least=16))
     worst = [
         (clip(image.name, 60), *(figure_text(key, getattr(image.difference, key)) for key in FIGURES))
         for image in outcome.worst
+        if image.difference is not None
     ]
     if worst:
         parts.append(aligned(worst, (f"worst images ({len(worst)})", "max", "mean", "more than 1", "B - A")))
+    if rows := worst_rows(outcome):
+        parts.append(aligned(rows[1:], rows[0]))
     for title, images in lists(outcome):
         lines = [f"{title} ({len(images)}):"] if images else []
         for name, a, b in images[:LISTED]:
@@ -108,11 +205,29 @@ def text_report(outcome: Comparison) -> Iterator[str]:
         yield from map(clip, lines)
 
 
+def worst_rows(outcome: Comparison) -> list[tuple[str, ...]]:
+    """A row of heads, and one for each of the worst images; empty if pixels were compared, or nothing differs."""
+    worst = [image for image in outcome.worst if image.difference is None]
+    names = [name for name in MEASURES if any(name in image.figures for image in worst)]
+    if not worst:
+        return []
+    rows = [
+        (clip(image.name, 60), *(f"{image.figures[name]:.6g}" if name in image.figures else "" for name in names))
+        for image in worst
+    ]
+    return [(f"worst images ({len(worst)})", *names), *rows]
+
+
 def summary(outcome: Comparison) -> str:
     """How results differ, in a few words; empty if nothing was compared."""
     agreed, right = agreement(outcome.compared), accuracy(outcome.compared)
     if not outcome.compared:
         return ""
+    if (objects := objects_of(outcome.compared)) is not None:
+        return f"{objects.matched} of {objects.a} objects are found again, and {objects.b - objects.matched} others"
+    for name, text in (("iou", "an IoU of masks of"), ("cosine", "a cosine of")):
+        if spread := measured(outcome.compared, name, is_best_high=True):
+            return f"{text} {spread.mean:.6f} on average, of {spread.worst:.6f} in the worst image"
     if agreed is None:
         mean = spreads(outcome.compared)["mean"]
         return f"pixels differ by {mean.mean:.2f} of 255 on average, by {mean.worst:.2f} in the worst image"

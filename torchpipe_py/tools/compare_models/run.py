@@ -1,30 +1,36 @@
-"""Runs the pipes batch by batch, compares the results, and keeps only figures."""
+"""Runs both sides on images, compares their results by kind, and keeps only figures."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.image.files import label_of
-from torchpipe_py.errors import counted
+from torchpipe_py.errors import counted, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
-from torchpipe_py.tools.compare_models import figures
+from torchpipe_py.results import Detections
+from torchpipe_py.tools.compare_models import figures, measures
 from torchpipe_py.tools.compare_models.figures import Compared, Prediction
-from torchpipe_py.tools.compare_models.images import Data, PipeRunner, images_of, read_images
-from torchpipe_py.tools.compare_models.results import (
-    Pixels,
-    Unusable,
-    is_class,
-    read_pixels,
-    read_prediction,
-    refusal,
+from torchpipe_py.tools.compare_models.images import (
+    Data,
+    Pictures,
+    PipeRunner,
+    Recorded,
+    Runner,
+    Source,
+    read_images,
 )
+from torchpipe_py.tools.compare_models.measures import KINDS, MEASURES
+from torchpipe_py.tools.compare_models.results import Pixels, Result, Unusable, kinds_of, read, refusal
+from torchpipe_py.tools.compare_models.tolerance import Finding, Judge, Tolerance, Verdict
+from torchpipe_py.tools.report import ToolError
 
 OnPair = Callable[[Compared, np.ndarray, np.ndarray], None]
 """Called with an image whose pixels were compared, and with those of both sides, float32 H×W×C."""
@@ -34,23 +40,6 @@ NORMALISED_BELOW, IMAGE_ABOVE = 8.0, 32.0
 
 ROUNDING = 1e-9
 """Tolerance in points, so that a loss equal to the limit passes."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to compare. The ``worst`` images are listed.
-
-    ``paths`` are images of ``img_dir``, relative to it; without them all are compared. ``tables`` has configurations
-    without a file, by the names that ``a``, ``b`` and ``model`` give them.
-    """
-
-    a: str
-    b: str
-    img_dir: str
-    model: str | None = None
-    worst: int = 10
-    paths: Sequence[Path] | None = None
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,10 +64,21 @@ class Bar:
 
 @dataclass
 class Comparison:
-    """The outcome for one directory; ``worst`` has the images with the largest mean difference first."""
+    """The outcome for some images.
 
-    settings: Settings
+    ``kinds`` are those of the results: one of ``measures.KINDS``, or ``pixels`` and that of the model. ``worst`` has
+    the images that differ most first. ``verdict`` and ``findings``, one for each limit, are of the tolerance, if there
+    is one; ``seen`` counts the images until it was decided, or all ``found``.
+    """
+
+    reference: Source | Recorded
+    candidate: Source | Recorded
+    pictures: Pictures
+    model: Source | None
+    tolerance: Tolerance | None
     found: int
+    seen: int = 0
+    kinds: tuple[str, ...] = ()
     compared: list[Compared] = field(default_factory=list)
     refused: list[Unlike] = field(default_factory=list)
     shapes_differ: list[Unlike] = field(default_factory=list)
@@ -86,6 +86,8 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     worst: list[Compared] = field(default_factory=list)
+    verdict: Verdict | None = None
+    findings: list[Finding] = field(default_factory=list)
 
     def judge(
         self, max_mean: float | None = None, min_agreement: float | None = None, max_drop: float | None = None
@@ -107,105 +109,221 @@ class Comparison:
                 self.bars.append(Bar(option, limit, value, images, ok))
 
 
-def compare_configs(settings: Settings, on_pair: OnPair | None = None) -> Comparison:
-    """Compare two configurations, perhaps with a model, on the images of a directory.
+def compare(
+    reference: Source | Recorded,
+    candidate: Source | Recorded,
+    pictures: Pictures,
+    tolerance: Tolerance | None = None,
+    *,
+    model: Source | None = None,
+    worst: int = 10,
+    on_pair: OnPair | None = None,
+) -> Comparison:
+    """Compare the results of two sources, or those that ``model`` gives for their pixels, on images.
+
+    The results' kind is found from the first ones. With a ``tolerance``, images are taken in a random order, and no
+    more once the interval of each limit lies within what it allows, or that of one lies beyond. The ``worst`` images
+    are listed.
 
     Raises ``ConfigError``, ``BackendUnavailable`` or ``BackendError`` for a pipe that cannot be built, ``ToolError``
-    for a directory without images and for unusable results. Failures of single images are part of the outcome.
+    for a directory without images, for results that cannot be compared and for limits of another kind. Failures of
+    single images are part of the outcome.
     """
-    paths = images_of(settings.img_dir) if settings.paths is None else settings.paths
+    paths = pictures.listed() if tolerance is None else pictures.shuffled()
+    outcome = Comparison(reference, candidate, pictures, model, tolerance, len(paths))
+    judge = None if tolerance is None else Judge(tolerance)
     with ExitStack() as stack:
-        runners = [
-            PipeRunner(config, settings.tables.get(config, config), stack)
-            for config in (settings.a, settings.b, settings.model)
-            if config is not None
-        ]
-        outcome = Comparison(settings, len(paths))
-        sides = [_Side(letter, runner, settings.model is None) for letter, runner in zip("AB", runners, strict=False)]
-        size = min(runner.batch for runner in runners)
+        sides = _Side("A", reference.open(stack)), _Side("B", candidate.open(stack))
+        pair = _Pair(*sides, tolerance, kind="" if model is None else "pixels", on_pair=on_pair)
+        classify = None if model is None else _Model(model.open_pipe(stack), tolerance)
+        size = min(side.runner.batch for side in (*sides, *(classify.pair.sides if classify else ())))
         for start in range(0, len(paths), size):
-            matched = _compare_batch(outcome, sides, paths[start : start + size], on_pair)
-            if settings.model is None:
-                outcome.compared += [image for image, _, _ in matched]
-            else:
-                _classify(outcome, runners[2], matched)
+            batch, unread = read_images(pictures.img_dir, paths[start : start + size])
+            outcome.refused += [Unlike(name, reason, reason) for name, reason in unread]
+            finished = list(zip(batch, *(side.runner.run(batch) for side in sides), strict=True))
+            images = [(pair.compare(picture.name, a, b), a, b) for picture, a, b in finished]
+            rated = [image for image, _, _ in images] if classify is None else classify(outcome, images)
+            outcome.seen = min(start + size, len(paths))
+            outcome.kinds = tuple(filter(None, [pair.kind, classify.pair.kind if classify else ""]))
+            _sort(outcome, rated)
+            if judge is not None and _is_decided(outcome, judge, rated):
+                break
+    if judge is not None:
+        outcome.verdict, outcome.findings = judge.verdict(), judge.findings()
     outcome.compared = figures.labelled(outcome.compared)
     outcome.notes += _notes(outcome.compared, *sides)
-    differing = [(each.difference.mean, each) for each in outcome.compared if each.difference is not None]
-    by_mean = sorted(differing, key=lambda pair: -pair[0])
-    outcome.worst = [image for mean, image in by_mean[: settings.worst] if mean > 0]
+    ranked = sorted(outcome.compared, key=_severity, reverse=True)
+    outcome.worst = [image for image in ranked[:worst] if any(part > 0 for part in _severity(image))]
     return outcome
 
 
-class _Side:
-    """The results of one configuration so far: sources and range of its pixels.
+def _severity(image: Compared) -> tuple[float, ...]:
+    return measures.severity(image.figures) if image.difference is None else (image.difference.mean,)
 
-    With ``takes_classes`` a result may be a class, which is not passed to a model.
+
+def _sort(outcome: Comparison, images: Sequence[Compared | Unlike]) -> None:
+    for image in images:
+        if isinstance(image, Compared):
+            outcome.compared.append(image)
+        else:
+            (outcome.shapes_differ if isinstance(image.a, tuple) else outcome.refused).append(image)
+
+
+def _is_decided(outcome: Comparison, judge: Judge, images: Sequence[Compared | Unlike]) -> bool:
+    """Let the judge see the images, and whether it has seen enough.
+
+    Raises ``ToolError`` for a limit of another kind of results.
     """
+    _check_limits(outcome)
+    unlike = {image.name: image for image in outcome.unclassified}
+    for image in images:
+        failed = unlike.get(image.name) or image
+        if isinstance(failed, Compared):
+            judge.add(failed.figures)
+        elif isinstance(failed.a, tuple) or not (failed.a and failed.b):  # else neither side has a result
+            judge.add(None)
+    return judge.verdict() is not Verdict.UNDECIDED
 
-    def __init__(self, letter: str, runner: PipeRunner, takes_classes: bool) -> None:
-        self.letter, self.runner, self._takes_classes = letter, runner, takes_classes
+
+def _check_limits(outcome: Comparison) -> None:
+    if outcome.tolerance is None or len(outcome.kinds) < (1 if outcome.model is None else 2):
+        return
+    valid = [name for name, measure in MEASURES.items() if set(measure.kinds) & set(outcome.kinds)]
+    for name in outcome.tolerance.names:
+        if name not in valid:
+            of = " and ".join(outcome.kinds)
+            raise ToolError(
+                f"--tolerance: {name!r} is not measured on {of}, which the results are; {nearest(name, valid)}"
+            )
+
+
+class _Side:
+    """One side: what runs it, and sources and range of its pixels so far."""
+
+    def __init__(self, letter: str, runner: Runner) -> None:
+        self.letter, self.runner = letter, runner
         self.origins: Counter[str] = Counter()
         self.low, self.high = np.inf, -np.inf
 
-    def read(self, item: Data) -> Pixels | Prediction | str:
-        """The pixels or the class of a finished request, or why there are none."""
-        if reason := refusal(item):
-            return reason
-        try:
-            if self._takes_classes and is_class(item[TASK_RESULT_KEY]):
-                return read_prediction(item[TASK_RESULT_KEY], self.runner.config)
-            pixels = read_pixels(item, self.runner.config)
-        except Unusable as error:
-            return str(error)
-        self.origins[pixels.origin] += 1
-        self.low = min(self.low, float(pixels.values.min()))
-        self.high = max(self.high, float(pixels.values.max()))
-        return pixels
+    def read(self, kind: str, item: Data) -> Result:
+        """The result of a finished request. Raises like ``results.read``."""
+        result = read(kind, item, self.runner.config)
+        if isinstance(result, Pixels):
+            self.origins[result.origin] += 1
+            self.low = min(self.low, float(result.values.min()))
+            self.high = max(self.high, float(result.values.max()))
+        return result
+
+    @cached_property
+    def labels(self) -> Sequence[str]:
+        return self.runner.labels()
 
 
-Matched = list[tuple[Compared, Data, Data]]
+class _Pair:
+    """Both sides, and the kind of their results once the first ones are known."""
 
+    def __init__(
+        self, a: _Side, b: _Side, tolerance: Tolerance | None, kind: str = "", on_pair: OnPair | None = None
+    ) -> None:
+        self.sides = (a, b)
+        self.kind = kind
+        self._tolerance = tolerance
+        self._on_pair = on_pair
 
-def _compare_batch(
-    outcome: Comparison, sides: Sequence[_Side], paths: Sequence[Path], on_pair: OnPair | None
-) -> Matched:
-    """Run one batch through both sides at once; returns the images that have comparable results, with these."""
-    names, requests, unread = read_images(outcome.settings.img_dir, paths)
-    outcome.refused += [Unlike(name, reason, reason) for name, reason in unread]
-    matched = []
-    for name, *items in zip(names, *(side.runner.run(requests) for side in sides), strict=True):
-        a, b = (side.read(item) for side, item in zip(sides, items, strict=True))
-        if isinstance(a, str) or isinstance(b, str):
-            outcome.refused.append(Unlike(name, *_reasons(a, b)))
-            continue
+    def compare(self, name: str, *items: Data) -> Compared | Unlike:
+        """Compare the results of one image on both sides."""
+        reasons = [refusal(item) for item in items]
+        results = list[Result]()
+        if not any(reasons):
+            self.kind = self.kind or self._find_kind(items)
+        for at, (side, item) in enumerate(zip(self.sides, items, strict=True)):
+            try:
+                if not reasons[at]:
+                    results.append(side.read(self.kind or kinds_of(item, side.runner.config)[0], item))
+            except Unusable as error:
+                reasons[at] = str(error)
+        if any(reasons):
+            return Unlike(name, *reasons)
+        return self._compare(name, *results)
+
+    def _compare(self, name: str, a: Result, b: Result) -> Compared | Unlike:
         if isinstance(a, Prediction) and isinstance(b, Prediction):
-            matched.append((Compared(name, None, a, b), *items))
-            continue
-        # If one side gives a class and the other pixels, report the class.
-        a, b = (
-            read_pixels(item, side.runner.config) if isinstance(read, Prediction) else read
-            for read, item, side in zip((a, b), items, sides, strict=True)
+            a, b = self._with_labels(a, b)
+            return Compared(name, None, a, b, figures=measures.of_classes(a, b))
+        if isinstance(a, Detections) and isinstance(b, Detections):
+            found, objects = measures.of_detections(a, b)
+            return Compared(name, None, figures=found, objects=objects)
+        one, other = (each.values if isinstance(each, Pixels) else each for each in (a, b))
+        assert isinstance(one, np.ndarray)
+        assert isinstance(other, np.ndarray)
+        if one.shape != other.shape:
+            return Unlike(name, one.shape, other.shape)
+        if self.kind != "pixels":
+            measure = measures.of_maps if self.kind == "masks" else measures.of_vectors
+            return Compared(name, None, figures=measure(one, other))
+        difference = figures.difference(one, other)
+        image = Compared(name, difference, figures=measures.of_pixels(difference))
+        if self._on_pair is not None:
+            self._on_pair(image, one, other)
+        return image
+
+    def _find_kind(self, items: Sequence[Data]) -> str:
+        """The kind as which both results can be read; of several, one that the tolerance limits, or the likeliest."""
+        likely = [kinds_of(item, side.runner.config) for side, item in zip(self.sides, items, strict=True)]
+        common = [kind for kind in KINDS if all(kind in kinds for kinds in likely)]
+        if not common:
+            (a, b), (of_a, of_b) = (side.runner.config for side in self.sides), (kinds[0] for kinds in likely)
+            raise ToolError(f"{a} gives {of_a}, {b} gives {of_b}: only results of one kind can be compared")
+        limited = {kind for name in (self._tolerance.names if self._tolerance else ()) for kind in MEASURES[name].kinds}
+        common = [kind for kind in common if kind in limited] or common
+        return min(common, key=lambda kind: sum(kinds.index(kind) for kinds in likely))
+
+    def _with_labels(self, a: Prediction, b: Prediction) -> tuple[Prediction, Prediction]:
+        """Both with labels if one side gives these and the other numbers."""
+        named = [isinstance(each.label, str) for each in (a, b)]
+        if named[0] == named[1] or None in (a.label, b.label):
+            return a, b
+        labels, numbers = (self.sides[named.index(is_named)] for is_named in (True, False))
+        if not labels.labels:
+            raise ToolError(
+                f"{labels.runner.config} gives labels ({(a, b)[named.index(True)].label!r}), {numbers.runner.config} "
+                "numbers of classes, and only its labels file would say which is which: let both give labels"
+            )
+        names = labels.labels
+        return (a if named[0] else a.with_labels(names)), (b if named[1] else b.with_labels(names))
+
+
+class _Model:
+    """A model that gives a result for the pixels of each side."""
+
+    def __init__(self, runner: PipeRunner, tolerance: Tolerance | None) -> None:
+        self._runner = runner
+        self.pair = _Pair(_Side("A", runner), _Side("B", runner), tolerance)
+
+    def __call__(
+        self, outcome: Comparison, images: Sequence[tuple[Compared | Unlike, Data, Data]]
+    ) -> list[Compared | Unlike]:
+        """The images with the figures of the model's results; records those for which it has none."""
+        pairs = [(image, a, b) for image, a, b in images if isinstance(image, Compared)]
+        of_a, of_b = (self._run([items[side] for _, *items in pairs]) for side in (0, 1))
+        rated = {}
+        for (image, _, _), a, b in zip(pairs, of_a, of_b, strict=True):
+            found = self.pair.compare(image.name, a, b)
+            if isinstance(found, Unlike):
+                outcome.unclassified.append(found)
+                continue
+            merged = {**image.figures, **found.figures}
+            rated[image.name] = replace(image, a=found.a, b=found.b, figures=merged, objects=found.objects)
+        return [rated.get(image.name, image) for image, _, _ in images]
+
+    def _run(self, items: Sequence[Data]) -> list[Data]:
+        """The finished requests for preprocessed images; keeps the channel order."""
+        kept = [{key: item[key] for key in (TASK_COLOR_KEY,) if key in item} for item in items]
+        return list(
+            self._runner.run_items(
+                {TASK_DATA_KEY: item[TASK_RESULT_KEY], **color} for item, color in zip(items, kept, strict=True)
+            )
         )
-        if a.values.shape != b.values.shape:
-            outcome.shapes_differ.append(Unlike(name, a.values.shape, b.values.shape))
-            continue
-        image = Compared(name, figures.difference(a.values, b.values))
-        if on_pair is not None:
-            on_pair(image, a.values, b.values)
-        matched.append((image, *items))
-    return matched
-
-
-def _classify(outcome: Comparison, model: PipeRunner, matched: Matched) -> None:
-    """Add the images with the classes that a model gives for both results."""
-    classes = [_predict(model, [items[side] for _, *items in matched]) for side in (0, 1)]
-    for (image, _, _), a, b in zip(matched, *classes, strict=True):
-        if isinstance(a, str) or isinstance(b, str):
-            outcome.unclassified.append(Unlike(image.name, *_reasons(a, b)))
-            outcome.compared.append(image)
-        else:
-            outcome.compared.append(replace(image, a=a, b=b))
 
 
 def _notes(compared: Sequence[Compared], a: _Side, b: _Side) -> Iterator[str]:
@@ -226,22 +344,3 @@ def _notes(compared: Sequence[Compared], a: _Side, b: _Side) -> Iterator[str]:
     if compared and compared[0].truth is None and any(image.a is not None for image in compared):
         label = label_of(Path(compared[0].name), Path())
         yield f"no accuracy: the images are not labelled; {label!r} of {compared[0].name} is not a class"
-
-
-def _reasons(a: object, b: object) -> tuple[str, str]:
-    return a if isinstance(a, str) else "", b if isinstance(b, str) else ""
-
-
-def _predict(model: PipeRunner, items: Sequence[Data]) -> list[Prediction | str]:
-    """The model's class for each preprocessed image, or why it has none; keeps the channel order."""
-    predictions: list[Prediction | str] = []
-    requests = []
-    for item in items:
-        color = {TASK_COLOR_KEY: item[TASK_COLOR_KEY]} if TASK_COLOR_KEY in item else {}
-        requests.append({TASK_DATA_KEY: item[TASK_RESULT_KEY], **color})
-    for item in model.run(requests):
-        try:
-            predictions.append(refusal(item) or read_prediction(item[TASK_RESULT_KEY], model.config))
-        except Unusable as error:
-            predictions.append(str(error))
-    return predictions

@@ -16,10 +16,10 @@ from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.figures import accuracy, agreement
-from torchpipe_py.tools.compare_models.images import PipeRunner, images_of, read_images
+from torchpipe_py.tools.compare_models.images import Pictures, PipeRunner, Source, images_of, read_images
 from torchpipe_py.tools.compare_models.report import text_report
 from torchpipe_py.tools.compare_models.results import is_tensor, refusal
-from torchpipe_py.tools.compare_models.run import Settings, compare_configs
+from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.quantize.quantiser import Arrays, Quantiser, search
 from torchpipe_py.tools.quantize.target import Target, find_target
 from torchpipe_py.tools.report import ToolError, aligned, clip, refuse_existing
@@ -48,11 +48,11 @@ def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[l
     with ExitStack() as stack:
         runner = PipeRunner(tables.source, tables, stack)
         for start in range(0, len(paths), runner.batch):
-            names, requests, unread = read_images(img_dir, paths[start : start + runner.batch])
+            pictures, unread = read_images(img_dir, paths[start : start + runner.batch])
             refused += [f"{name}: {reason}" for name, reason in unread]
-            for name, item in zip(names, runner.run(requests), strict=True):
+            for picture, item in zip(pictures, runner.run(pictures), strict=True):
                 if reason := refusal(item):
-                    refused.append(f"{name}: {reason}")
+                    refused.append(f"{picture.name}: {reason}")
                     continue
                 result = item[TASK_RESULT_KEY]
                 values: list[Any] = result if isinstance(result, list) else [result]
@@ -121,13 +121,12 @@ def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], c
 def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
     """Compare both models on images not used for calibration; ``ToolError`` if too much is lost."""
     name = f"{target.config} with {args.out.name}"
-    tables = {name: target.with_model(candidate)}
-    settings = Settings(target.config, name, args.img_dir, worst=0, paths=paths, tables=tables)
-    parity = compare_configs(settings)
+    reference, changed = Source(target.config, target.config), Source(name, target.with_model(candidate))
+    parity = compare(reference, changed, Pictures(args.img_dir, paths), worst=0)
     agreed, right = agreement(parity.compared), accuracy(parity.compared)
     refused = "".join(f"; {image.name}: {image.a or image.b}" for image in parity.refused[:1])
     if agreed is None:
-        why = "gives pixels, or a map" if parity.compared else "has no result for any image"
+        why = f"gives {' and '.join(parity.kinds)}" if parity.compared else "has no result for any image"
         raise ToolError(f"{target.config}: {why}{refused}; without classes, as (label, score), nothing can be checked")
     if agreed.total < FEWEST:
         why = f"{agreed.total} of {len(paths)} images have a class, at least {FEWEST} are needed to check with"

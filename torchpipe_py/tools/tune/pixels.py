@@ -12,15 +12,15 @@ from typing import Any
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.registry import canonical
-from torchpipe_py.tools.compare_models.figures import agreement
-from torchpipe_py.tools.compare_models.images import images_of
+from torchpipe_py.tools.compare_models.figures import Compared, agreement, measured, objects_of
+from torchpipe_py.tools.compare_models.images import Pictures, Source, images_of
 from torchpipe_py.tools.compare_models.report import summary
-from torchpipe_py.tools.compare_models.run import Settings, compare_configs
+from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.candidates import Candidate, copied, is_valid, with_other_sharing
 
 LEAST_AGREEMENT = 0.95
-"""The least share of images whose class must stay the same."""
+"""The least share of classes or objects that must stay the same, or the least mean IoU or cosine."""
 
 MOST_IMAGES = 200
 
@@ -126,12 +126,22 @@ def parity_of(written: Candidate, other: Candidate, img_dir: str) -> str:
     Compares at most ``MOST_IMAGES`` images of the folder. Raises ``TorchpipeError`` if they cannot be compared, or
     differ too much.
     """
-    paths, tables = images_of(img_dir), {written.shape: written.config, other.shape: other.config}
-    some = paths[:: -(-len(paths) // MOST_IMAGES)]
-    outcome = compare_configs(Settings(written.shape, other.shape, img_dir, paths=some, tables=tables))
+    paths = images_of(img_dir)
+    some = Pictures(img_dir, paths[:: -(-len(paths) // MOST_IMAGES)])
+    outcome = compare(Source(written.shape, written.config), Source(other.shape, other.config), some)
     if refused := [image for image in outcome.refused if image.b and not image.a]:
         raise ToolError(f"{refused[0].name} has no result: {refused[0].b}")
-    words, agreed = summary(outcome), agreement(outcome.compared)
-    if not words or (agreed and agreed.share < LEAST_AGREEMENT):
+    words = summary(outcome)
+    if not words or _share_kept(outcome.compared) < LEAST_AGREEMENT:
         raise ToolError(words or "parity has no image with comparable results")
     return words
+
+
+def _share_kept(compared: Sequence[Compared]) -> float:
+    """The share of classes or objects that are the same, or the mean IoU or cosine; 1 for pixels."""
+    if (agreed := agreement(compared)) is not None:
+        return agreed.share
+    if (objects := objects_of(compared)) is not None:
+        return objects.matched / max(objects.a, objects.b, 1)
+    means = [spread.mean for name in ("iou", "cosine") if (spread := measured(compared, name, is_best_high=True))]
+    return min(means, default=1.0)
