@@ -256,9 +256,14 @@ def test_failing_code_is_not_a_bad_sample(dataset: ImageFiles, toml: str, regist
 
     backend = {"backend": f"S[DecodeMat,Mat2Tensor,{register(Breaks)}]", "device": "cpu"}
     no_tensor: dict[str, Any] = {"transforms_cpu": lambda image: image, "cpu_percentage": 1.0}
+    of_three: dict[str, Any] = {"transforms_cpu": lambda image: torch.zeros(3, *image.size), "cpu_percentage": 1.0}
+    fails: dict[str, Any] = {"transforms_cpu": lambda image: image / 0, "cpu_percentage": 1.0}
+    gray = {"backend": "S[DecodeMat,Mat2Tensor]", "device": "cpu", "color": "gray"}
     for config, options, message in (
         (backend, {}, r"sample 3 .*the pipe raised \(backend_error\).*on this one"),
         (toml, no_tensor, r"sample 0 .*transforms_cpu must give a Tensor, got Image; end them with"),
+        (gray, of_three, "sample 0 .*transforms_cpu gives 3 channels, the images of the pipe have 1 channel"),
+        (gray, fails, "sample 0 .*transforms_cpu, for a PIL.Image of mode L, raised TypeError"),
         (toml, {"transforms_batch": stop}, "transforms_batch raised StopIteration"),
     ):
         with (

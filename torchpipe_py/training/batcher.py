@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torchpipe_py.backends.signature import shown_dims
+from torchpipe_py.errors import counted
 from torchpipe_py.training.augment import takes_seeds
 from torchpipe_py.training.data import reads_floats_as_0_to_1
 from torchpipe_py.training.decode import TRIAL, shares_of
@@ -120,6 +121,11 @@ class Batcher:
                 name = self._reader.name(sample.index)
                 if planned.on_cpu:
                     sample.image = _as_image(sample.image, name)
+                    found, expected = (counted(len(image), "channel") for image in (sample.image, self._blank))
+                    if found != expected:
+                        raise TrainingError(
+                            f"{name}: transforms_cpu gives {found}, the images of the pipe have {expected}"
+                        )
                 else:
                     self.streams.adopt(sample.image)
                     seed(sample.key(self.options.seed, epoch))

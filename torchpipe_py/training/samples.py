@@ -98,7 +98,8 @@ class SampleReader:
                 seed(sample.key(self._seed, epoch))
                 sample.image = self._transforms_cpu(picture)
         except Exception as error:
-            sample.fail(WRONG, f"transforms_cpu raised {type(error).__name__}: {error}")
+            raised = f"raised {type(error).__name__}: {error}"
+            sample.fail(WRONG, f"transforms_cpu, for a PIL.Image of mode {picture.mode}, {raised}")
             return
         if not isinstance(sample.image, torch.Tensor):
             problem = f"transforms_cpu must give a Tensor, got {_type_name(sample.image)}; end them with ToTensor"
