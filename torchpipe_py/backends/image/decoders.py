@@ -52,8 +52,9 @@ class Decoders:
         return cls(tuple(plans) or (_decode_mat(color),), color)
 
     def in_color(self, color: str) -> Decoders:
-        """The same decoders for images in another color."""
-        return Decoders(tuple(replace(plan, params={**plan.params, "color": color}) for plan in self.plans), color)
+        """Decoders of the same formats and limits, for whole images in another color."""
+        kept = [{name: plan.params[name] for name in ("formats", "max_pixels")} for plan in self.plans]
+        return Decoders(tuple(_decode_mat(color, **params) for params in kept), color)
 
     def decode(self, encoded: bytes) -> np.ndarray:
         """The Mat of ``encoded`` in the plan's ``color``: what its pipe computes, but for resizes and crops.
