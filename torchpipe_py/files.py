@@ -34,7 +34,10 @@ _MAGIC = re.compile(r"[*?[]")
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The content of a file or FIFO; ``OSError`` beyond ``MOST_READ``, since ``/dev/zero``, for example, has no end."""
     with open(path, "rb") as file:
-        content = file.read(MOST_READ + 1)
+        size = min(os.fstat(file.fileno()).st_size, MOST_READ)
+        content = file.read(size + 1)
+        if len(content) > size:  # it has grown, or has no size, as a FIFO
+            content += file.read(MOST_READ - size)
     if len(content) > MOST_READ:
         raise OSError(errno.EFBIG, f"it has more than {MOST_READ >> 20} MiB")
     return content
