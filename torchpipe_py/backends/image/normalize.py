@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,15 +38,7 @@ def pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
         yield Remark(key, text, is_warning=True)
 
 
-def _mean() -> Param:
-    return Param(to_floats, doc="subtracted from each channel; pixels of 0..255; one number, or one for each channel")
-
-
-def _std() -> Param:
-    return Param(to_divisors, doc="each channel is divided by it after mean; one number, or one for each channel")
-
-
-def _remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
+def _remarks(cls: type, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
     counts = {key: len(params[key]) for key in ("mean", "std")}
     for key, count in counts.items():
         if not count:
@@ -54,6 +46,26 @@ def _remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
         yield from pixel_remarks(key, params[key])
     if len({count for count in counts.values() if count > 1}) > 1:
         yield Remark("mean", f"{counts['mean']} numbers, and std has {counts['std']}")
+
+
+B = TypeVar("B", bound=type[ItemBackend])
+
+
+def _normalises(cls: B) -> B:
+    """Declare what backends for Mats and for Tensors have in common."""
+    params = {
+        "mean": Param(
+            to_floats, doc="subtracted from each channel; pixels of 0..255; one number, or one for each channel"
+        ),
+        "std": Param(to_divisors, doc="each channel is divided by it after mean; one number, or one for each channel"),
+    }
+    for key, param in params.items():
+        setattr(cls, key, param)
+        param.__set_name__(cls, key)
+    cls.reads = (TASK_COLOR_KEY,)
+    cls.keeps_sides = cls.normalises = True
+    cls.remarks = classmethod(_remarks)  # type: ignore[method-assign,assignment]
+    return cls
 
 
 class _Numbers:
@@ -70,6 +82,7 @@ class _Numbers:
             raise InvalidRequest(f"mean and std have {numbers}, the image has {counted(channels, 'channel')}")
 
 
+@_normalises
 class NormalizeMat(ItemBackend):
     """Mat, H×W×C of ``uint8`` or ``float32``, to a Mat of ``float32``: ``(x - mean) / std``, in each channel.
 
@@ -78,18 +91,8 @@ class NormalizeMat(ItemBackend):
     that is not a Mat, or has another number of channels than ``mean`` or ``std``.
     """
 
-    reads = (TASK_COLOR_KEY,)
     takes, gives = MAT, MAT
-    keeps_sides = True
     keeps_nothing = True
-    normalises = True
-
-    mean = _mean()
-    std = _std()
-
-    @classmethod
-    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
-        return _remarks(params)
 
     def setup(self) -> None:
         import cv2
@@ -111,25 +114,17 @@ class NormalizeMat(ItemBackend):
 
 
 @on_tensors
+@_normalises
 class NormalizeTensor(ItemBackend):
     """Tensor 1×C×H×W of any real dtype to ``float32``: ``(x - mean) / std``, in each channel, on its own device.
 
     The numbers are in the order of the Tensor's channels, which stays. See ``NormalizeMat``.
     """
 
-    reads = (TASK_COLOR_KEY,)
     gives = TENSOR
-    keeps_sides = True
-    normalises = True
     guard: Guard
 
     data_format = data_format()
-    mean = _mean()
-    std = _std()
-
-    @classmethod
-    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
-        return _remarks(params)
 
     def setup(self) -> None:
         self._numbers = _Numbers(self)
