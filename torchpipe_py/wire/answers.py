@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, report
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+"""JSON of values that it has; ``ValueError`` for NaN and infinity, ``TypeError`` for other types."""
 
 
 def fast_encoder(slow: Callable[[Any], str]) -> Callable[[Any], bytes]:
@@ -86,7 +87,7 @@ def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = N
 
 def to_line(value: Any) -> bytes:
     """``value`` as a line of JSON. ``ValueError`` for NaN and infinity, which JSON cannot represent."""
-    return utf8_json(f"{_encode(value)}\n")
+    return utf8_json(f"{encode_plain(value)}\n")
 
 
 def utf8_json(text: str) -> bytes:

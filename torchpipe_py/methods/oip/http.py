@@ -41,7 +41,6 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 _JSON_SIZE = HEADER_LENGTH.lower()
 
 _float32 = struct.Struct("f")
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 _encode_text = json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
@@ -205,7 +204,7 @@ class Templates:
     """
 
     def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
-        head = _encode({"model_name": model, "model_version": version})[:-1]
+        head = answers.encode_plain({"model_name": model, "model_version": version})[:-1]
         name = _encode_text(names[0] if len(names) == 1 else RESULT)
         self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
         self._starts: dict[type, str] = {
@@ -251,10 +250,10 @@ def answer(
         form = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
         if is_binary:
             binary.append(output.to_binary())
-            described.append(_encode({**form, "parameters": {"binary_data_size": len(binary[-1])}}))
+            described.append(answers.encode_plain({**form, "parameters": {"binary_data_size": len(binary[-1])}}))
         else:
-            described.append(f'{_encode(form)[:-1]}, "data": {output.to_json(reply, SMALLER)}}}')
-    text = answers.utf8_json(f'{_encode(head)[:-1]}, "outputs": [{", ".join(described)}]}}')
+            described.append(f'{answers.encode_plain(form)[:-1]}, "data": {output.to_json(reply, SMALLER)}}}')
+    text = answers.utf8_json(f'{answers.encode_plain(head)[:-1]}, "outputs": [{", ".join(described)}]}}')
     size = len(text) + sum(map(len, binary))
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply, SMALLER if len(described) > len(binary) else "")

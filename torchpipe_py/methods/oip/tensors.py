@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted
+from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_base64, from_json, numbers_to_json
 from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
@@ -27,7 +27,6 @@ NUMBERS = {
 DATATYPES = (*NUMBERS, BF16, BYTES)
 OF_DTYPE = {name: datatype for datatype, name in NUMBERS.items()} | {"bfloat16": BF16, "bytes": BYTES}
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
 _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
 
@@ -161,7 +160,7 @@ class Output(NamedTuple):
         array = self.data
         if isinstance(array, list):
             try:
-                return _encode([element.decode() for element in array])
+                return answers.encode_plain([element.decode() for element in array])
             except UnicodeDecodeError:
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         array = self.numbers()
