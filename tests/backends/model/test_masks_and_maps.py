@@ -236,6 +236,15 @@ def test_palette_makes_a_picture_of_a_map(forward: Any, original_size: bool) -> 
     assert np.array_equal(result["result"], picture_)
 
 
+def test_class_beyond_the_palette_is_an_error_of_its_item() -> None:
+    post = made("ArgMax", palette=("#000000", "#ffffff"))
+    maps = torch.tensor([[[0, 1]], [[0, 25]]], dtype=torch.uint8)
+    good, bad = post.on_host([maps], [{}, {}])
+    assert good["result"].tolist() == [[[0, 0, 0], [255, 255, 255]]]
+    assert isinstance(bad, BackendError)
+    assert str(bad) == "the model's output has class 25, palette has 2 colours"
+
+
 def test_voc_colours_are_those_of_the_challenge() -> None:
     assert voc_colours()[[0, 1, 2, 3, 15, 20, 255]].tolist() == [
         *([0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0], [192, 128, 128], [0, 64, 128], [224, 224, 192]),
@@ -265,7 +274,7 @@ def test_segmenter_answers_a_picture_of_the_decoded_size(tmp_path: Path) -> None
     with pipe({"decode": decode, "model": {**model, "original_size": True}}) as run:
         items: list[dict[str, Any]] = [{"data": encode(picture(30, 50))}, {"data": encode(picture(90, 20))}]
         run(items)
-        assert run.signature().outputs == (TensorSpec("result", (None, None, None, 3), "uint8"),)
+        assert run.signature().outputs == (TensorSpec("result", (None, None, 3), "uint8"),)
     for item, (height, width) in zip(items, ((30, 50), (90, 20)), strict=True):
         assert item["result"].shape == (height, width, 3)
         assert item["result"][:, : width // 2].max() == 0

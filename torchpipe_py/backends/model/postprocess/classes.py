@@ -261,7 +261,11 @@ class ArgMax(OfClasses):
         return results
 
     def _map(self, classes: np.ndarray, item: Data) -> Any:
-        """The result for a map h×w of class indices."""
+        """The result for a map h×w of class indices. ``BackendError`` for one that the palette lacks."""
+        if self._colours is not None and (most := int(classes.max(initial=0))) >= len(self._colours):
+            raise BackendError(
+                f"the model's output has class {most}, palette has {counted(len(self._colours), 'colour')}"
+            )
         if self.original_size:
             size = input_size(item[TASK_DATA_KEY])
             classes = on_original(classes, size, self.origin.way_back(item, size))
@@ -278,7 +282,7 @@ class ArgMax(OfClasses):
         sides = (None, None) if self.original_size else specs[0].dims[1:]
         if self._colours is None:
             return [replace(specs[0], dims=(specs[0].dims[0], *sides))]
-        return [TensorSpec(TASK_RESULT_KEY, (specs[0].dims[0], *sides, 3), "uint8")]
+        return [TensorSpec(TASK_RESULT_KEY, (*sides, 3), "uint8")]
 
 
 class SoftmaxArgMax(OfClasses):
