@@ -26,6 +26,7 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     Found,
     Layout,
     Listed,
+    Model,
     Size,
     Yolo,
     Yolo5,
@@ -114,7 +115,7 @@ class Detector(Postprocessor):
         problems = []
         for cls in self.candidates(outputs):
             try:
-                layout = cls(outputs, self.names, extra, self.options)
+                layout = cls(Model(outputs, self.names, extra, self.options))
                 self.check_labels(layout.classes)
             except ConfigError as error:
                 problems.append(str(error))

@@ -34,11 +34,20 @@ class Candidates(NamedTuple):
     at: Callable[[np.ndarray], Found]
 
 
-class Layout:
-    """Reads the outputs of a model. ``ConfigError`` for ``outputs`` that are not laid out so.
+class Model(NamedTuple):
+    """What a layout depends on: ``outputs``; the labels' ``names``; the number of ``extra`` values after the classes.
 
-    ``names`` are the labels, ``extra`` the number of values after the classes. ``options`` are keys of the node.
+    ``options`` are keys of the node.
     """
+
+    outputs: Sequence[TensorSpec]
+    names: Sequence[str]
+    extra: int
+    options: Mapping[str, Any]
+
+
+class Layout:
+    """Reads the outputs of a model. ``ConfigError`` for those that are not laid out so."""
 
     takes: ClassVar[str]
     """Its outputs, for messages."""
@@ -46,9 +55,7 @@ class Layout:
     classes: int | None = None
     """The number of classes, as far as the outputs tell."""
 
-    def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
         raise NotImplementedError(type(self).__name__)
 
     boxes_output = 0
@@ -91,9 +98,8 @@ class Yolo(Layout):
 
     takes = "an output Nx(4+C)xA, rows of centre, width, height and a score for each class"
 
-    def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
+        outputs, extra = model.outputs, model.extra
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[0] is None or dims[0] - 4 - extra < 1 or (dims[1] is not None and dims[1] <= dims[0]):
             raise _wrong(type(self), outputs)
@@ -147,9 +153,8 @@ class Yolo5(Layout):
 
     takes = "an output NxAx(5+C), rows of centre, width, height, objectness and a score for each class"
 
-    def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
+        outputs, extra = model.outputs, model.extra
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[1] is None or dims[1] - 5 - extra < 1 or (dims[0] is not None and dims[0] <= dims[1]):
             raise _wrong(type(self), outputs)
@@ -174,9 +179,8 @@ class EndToEnd(Layout):
     takes = "an output NxKx6, rows of left, top, right, bottom, score, class"
     needs_nms = False
 
-    def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
+        outputs, extra = model.outputs, model.extra
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[1] != 6 + extra or (dims[0] or 0) > MOST_ROWS:
             raise _wrong(type(self), outputs)
@@ -201,23 +205,22 @@ class Detr(Layout):
     takes = "two outputs: boxes NxQx4 of centre, width and height, and logits NxQxC"
     needs_nms = False
 
-    def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
+        outputs = model.outputs
         pairs = [index for index, output in enumerate(outputs) if len(output.dims) >= 2]
         boxes = [index for index in pairs if outputs[index].dims[-1] == 4]
         named = [index for index in boxes if "box" in outputs[index].name.lower()]
         boxes = named if len(boxes) > 1 and len(named) == 1 else boxes
         logits = [index for index in pairs if index not in boxes]
-        if len(boxes) != 1 or len(logits) != 1 or extra:
+        if len(boxes) != 1 or len(logits) != 1 or model.extra:
             raise _wrong(type(self), outputs)
         self.used, self.boxes_output = (boxes[0], logits[0]), boxes[0]
-        count, activation = outputs[logits[0]].dims[-1], options.get("activation", "auto")
+        count, activation = outputs[logits[0]].dims[-1], model.options.get("activation", "auto")
         rows = outputs[boxes[0]].dims[-2], outputs[logits[0]].dims[-2]
         if count is None or (None not in rows and rows[0] != rows[1]):
             raise _wrong(type(self), outputs)
         if activation == "auto":
-            activation = _activation(count, len(names))
+            activation = _activation(count, len(model.names))
         self._is_softmax = activation == "softmax"
         self.classes = count - self._is_softmax
 
@@ -255,14 +258,13 @@ class Listed(Layout):
     takes = "three outputs: boxes NxKx4, scores NxK and labels NxK, without N where max = 1"
     needs_nms = False
 
-    def __init__(
-        self, outputs: Sequence[TensorSpec], names: Sequence[str], extra: int, options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: Model) -> None:
+        outputs = model.outputs
         boxes = [index for index, output in enumerate(outputs) if output.dims[-1:] == (4,) and len(output.dims) > 1]
         others = [index for index in range(len(outputs)) if index not in boxes]
-        if len(boxes) != 1 or len(others) not in (2, 3) or extra:
+        if len(boxes) != 1 or len(others) not in (2, 3) or model.extra:
             raise _wrong(type(self), outputs)
-        self.boxes_output, self._is_normalised = boxes[0], bool(options.get("normalised", False))
+        self.boxes_output, self._is_normalised = boxes[0], bool(model.options.get("normalised", False))
         rank = len(outputs[boxes[0]].dims) - 1
         rows = [index for index in others if len(outputs[index].dims) == rank]
         if len(rows) == 3:
@@ -276,8 +278,6 @@ class Listed(Layout):
         if len(rows) == 2 and (scores is None) != (labels is None):
             scores, labels = (rows[rows[0] == (labels if scores is None else scores)] if one is None else one
                               for one in (scores, labels))  # fmt: skip
-        if scores is None and labels is None and len(rows) == 2 and not any(output.dtype for output in outputs):
-            scores, labels = rows  # a header read without its types; the model tells them later
         if scores is None or labels is None or scores == labels:
             raise _wrong(type(self), outputs)
         counts = [index for index in others if index not in (scores, labels)]
