@@ -20,8 +20,10 @@ from kit.waits import PROGRAM_WAIT, outcome, wait_queued
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor
+from torchpipe_py.backends.model.normalisation import Normalisation
 from torchpipe_py.backends.model.onnx_graph import (
     declared_tensors,
+    model_bytes,
     note_normalisation,
     noted_normalisation,
     unsigned_model,
@@ -211,6 +213,25 @@ def test_weights_beside_a_model_are_found_and_missed(normalised: Data, tmp_path:
     refused(config, r"m.onnx.data beside it, which is missing: move both together")
 
 
+def test_weights_beyond_2_gib_stay_beside_a_model_with_mean(tmp_path: Path) -> None:
+    path, size = tmp_path / "m.onnx", 192 * 3_000_000
+    one_node(path, ["N", 192], "MatMul", "w", constants={"w": np.zeros((192, 1), np.float32)})
+    model = onnx.load(path)
+    (weights,) = model.graph.initializer
+    weights.dims[1] = size // 192
+    weights.ClearField("raw_data")
+    weights.data_location = weights.EXTERNAL
+    for key, value in (("location", "m.data"), ("offset", "0"), ("length", str(4 * size))):
+        entry = weights.external_data.add()
+        entry.key, entry.value = key, value
+    path.write_bytes(model.SerializeToString())
+    with (tmp_path / "m.data").open("wb") as file:
+        file.truncate(4 * size)  # without taking a place on the disk
+    content = model_bytes(ModelFile(str(path)), Normalisation(means=(("x", (1.0,)),)), with_weights=False)
+    assert len(content) < 2**12
+    assert [node.op_type for node in onnx.load_from_string(content).graph.node] == ["Sub", "Div", "MatMul"]
+
+
 def test_results_have_labels(classifier: str, tmp_path: Path) -> None:
     labels = tmp_path / "labels.txt"
     config = onnx_node(classifier, postprocessor="SoftmaxMax", labels=str(labels))
@@ -257,7 +278,7 @@ def test_annotations_of_postprocessor_are_parameters(classifier: str) -> None:
         def init(self, config: Data) -> None:
             own = {"factor": 2.0, "threshold": self.threshold, "names": self.names}
             assert config.pop("model").path == classifier
-            assert config == {"labels": "", "k": 5, "max": 1, **own}
+            assert config == {"labels": "", "k": 5, "max": 1, "node": "node", **own}
 
         def forward(self, outputs: list[Any]) -> list[Any]:
             return [(self.factor, self.threshold, self.names)] * len(outputs[0])

@@ -195,13 +195,24 @@ def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int
             )
 
 
-def with_batch(dims: Sequence[int | None], most: int, is_whole: bool = False) -> tuple[int | None, ...]:
-    """``dims`` of an input; with a batch of 1 before 3×H×W or H×W×3 if ``most`` is 1, for models of one image.
+Dims = tuple[int | None, ...]
 
-    Where ``is_whole``, also before a vector of fixed length, such as a size [height, width].
+
+def with_batch(inputs: Sequence[Dims], most: int, is_whole: bool = False) -> list[Dims]:
+    """The dimensions of a model's inputs; with a batch of 1 before 3×H×W or H×W×3 if ``most`` is 1, for one image.
+
+    Where ``is_whole``, also before a vector of fixed length, such as a size [height, width], and before a table, such
+    as a camera matrix 3×3: its first dimension is fixed, and that of another input is another.
     """
-    is_vector = is_whole and len(dims) == 1 and dims[0] not in (None, 1)
-    return (1, *dims) if is_vector or (most == 1 and is_bare_image(dims)) else tuple(dims)
+
+    def lacks_batch(dims: Dims) -> bool:
+        if most == 1 and is_bare_image(dims):
+            return True
+        if not is_whole or not dims or dims[0] in (None, 1):
+            return False
+        return len(dims) == 1 or any(other[0] != dims[0] for other in inputs if len(other) > 1)
+
+    return [(1, *dims) if lacks_batch(dims) else dims for dims in inputs]
 
 
 class _NotTakenError(Exception):

@@ -137,7 +137,8 @@ def fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
 def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int]) -> str:
     """The message for a value of ``shape`` if an item of ``dims`` is expected."""
     turned = (*shape[:-3], shape[-1], *shape[-3:-1]) if len(shape) >= 3 else ()
-    hint = "; Mat2Tensor makes such a Tensor of H×W×C" if fits(turned[-len(dims) :], dims) else ""
+    is_turned = bool(turned) and bool(dims) and fits(turned[-len(dims) :], dims)
+    hint = "; Mat2Tensor makes such a Tensor of H×W×C" if is_turned else ""
     return f"input {name!r} takes {shown_dims((1, *dims))}, got {shown_dims(shape)}{hint}"
 
 

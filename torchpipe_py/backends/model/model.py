@@ -342,7 +342,8 @@ def _declared_remarks(params: Mapping[str, Any], adds_batch: bool) -> Iterator[R
         layout = layout_of(params)
         given = inputs
         if adds_batch:
-            given = [replace(spec, dims=check.with_batch(spec.dims, most, layout.is_whole)) for spec in inputs]
+            shapes = check.with_batch([spec.dims for spec in inputs], most, layout.is_whole)
+            given = [replace(spec, dims=dims) for spec, dims in zip(inputs, shapes, strict=True)]
         try:
             check.check_inputs(model, given, least, most)
             layout.check_declared(model, outputs, least, most)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with_batch
+from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, Dims, with_batch
 from torchpipe_py.backends.model.inputs import (
     check_numbers,
     fits,
@@ -111,13 +112,15 @@ class OnnxTensor(ModelBackend):
         )
         tensors = (*self._session.get_inputs(), *self._session.get_outputs())
         scalars = scalar_tensors(self.file) if any(not value.shape for value in tensors) else ()
+        values = self._session.get_inputs()
+        shapes = with_batch([_dims(value) for value in values], self.max(), self.layout.is_whole)
         self._inputs = [
-            _Input(self.model, value, self.max(), is_whole=self.layout.is_whole, is_scalar=value.name in scalars)
-            for value in self._session.get_inputs()
+            _Input(self.model, value, dims, self.max(), self.layout.is_whole, is_scalar=value.name in scalars)
+            for value, dims in zip(values, shapes, strict=True)
         ]
         self._only = self._inputs[0] if len(self._inputs) == 1 else None
         self._optional = {
-            value.name: _Input(self.model, value, self.max(), is_optional=True)
+            value.name: _Input(self.model, value, with_batch([_dims(value)], self.max())[0], 1, is_optional=True)
             for value in self._session.get_overridable_initializers()
             if self.min() == 1  # else no request runs alone
         }
@@ -226,7 +229,11 @@ class OnnxTensor(ModelBackend):
         on_device = {"device_id": str(self.config.device_id)}
         providers = [(name, on_device if name in _ON_DEVICE else {}) for name in names]
         try:
-            session = onnxruntime.InferenceSession(self._source(names), options, providers=providers)
+            source = self._source(names)
+            if isinstance(source, bytes):  # its weights may be beside the file that it was made from
+                folder = os.path.dirname(os.path.abspath(self.model))
+                options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+            session = onnxruntime.InferenceSession(source, options, providers=providers)
         except ConfigError:
             raise
         except Exception as error:
@@ -254,15 +261,15 @@ class OnnxTensor(ModelBackend):
             logger.warning("%s: not warmed up: %s", self.model, error)
 
     def _source(self, providers: Sequence[str]) -> Any:
-        """The path, or the bytes of the model that is to run instead.
+        """The path, or the bytes of the model that is to run instead; its weights in other files stay there.
 
         It is decrypted, has ``mean`` and ``std`` inside, and for a CPU a quantised one becomes unsigned.
         """
         if not any(name in _ON_DEVICE for name in providers) and self.file.holds(b"QuantizeLinear"):
-            return unsigned_model(model_bytes(self.file, self.normalisation))
+            return unsigned_model(model_bytes(self.file, self.normalisation, with_weights=False))
         if not (self.normalisation or self.file.has_key):
             return self.file.source()
-        return model_bytes(self.file, self.normalisation)
+        return model_bytes(self.file, self.normalisation, with_weights=False)
 
     def _providers(self, onnxruntime: Any) -> list[str]:
         available = onnxruntime.get_available_providers()
@@ -314,27 +321,28 @@ def _plain(output: np.ndarray) -> np.ndarray:
 class _Input:
     """One input of the model and the buffer its batches are stacked in.
 
-    Where ``is_whole``, one without a batch dimension is fed as it is.
+    ``dims`` are its dimensions, with a batch of 1 before those that the model takes without one. Where ``is_whole``, a
+    scalar is fed as it is.
     """
 
     def __init__(
         self,
         model: str,
         value: Any,
+        dims: Dims,
         most: int,
-        is_optional: bool = False,
         is_whole: bool = False,
+        is_optional: bool = False,
         is_scalar: bool = False,
     ) -> None:
         dtype = _dtype_of(model, "input", value)
         self.is_bfloat16 = dtype == "bfloat16"  # float32 until the model runs: NumPy has no such type
         self.dtype = np.dtype({"bfloat16": "float32", BYTES: "object"}.get(dtype, dtype))
-        dims = _dims(value)
-        with_item = (1,) if is_scalar and is_whole else with_batch(dims, most, is_whole)
+        dims = (1,) if is_scalar and is_whole else dims
         if is_optional and dims[:1] not in ((1,), (None,)):
-            with_item = (1, *dims)  # of one request, as it is
-        self.spec = TensorSpec(value.name, with_item, dtype, is_optional=is_optional)
-        self._has_batch = with_item == dims
+            dims = (1, *dims)  # of one request, as it is
+        self.spec = TensorSpec(value.name, dims, dtype, is_optional=is_optional)
+        self._has_batch = dims == _dims(value)
         if not self.spec.dims:
             raise ConfigError(f"model {model}: input {value.name!r} {SCALAR if is_scalar else NO_SHAPE}")
         self._most = most

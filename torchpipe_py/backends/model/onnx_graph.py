@@ -27,11 +27,14 @@ def keep_telemetry_off() -> None:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
-def model_bytes(file: ModelFile, normalisation: Normalisation) -> bytes:
-    """The model, with the weights it keeps in other files, serialised; ``normalisation`` inside if there is any."""
+def model_bytes(file: ModelFile, normalisation: Normalisation, with_weights: bool = True) -> bytes:
+    """The model serialised, with ``normalisation`` inside if there is any.
+
+    Weights that it keeps in other files are inside; else, ``with_weights`` false, they stay where they are.
+    """
     if normalisation:
-        return normalized_model(file, normalisation)
-    return bytes(_load(file).SerializeToString())
+        return normalized_model(file, normalisation, with_weights)
+    return _serialised(file, _load(file, with_weights))
 
 
 def no_layer(name: str, names: Iterable[str], is_secret: bool) -> ConfigError:
@@ -106,12 +109,18 @@ def node_name(content: bytes, index: int) -> str:
     return f"{node.op_type} {node.name!r}"
 
 
-def _load(file: ModelFile) -> Any:
+SMALL = 2**10
+"""Bytes of a tensor in another file up to which it is read with the graph: zero points and shapes are looked at."""
+
+
+def _load(file: ModelFile, with_weights: bool) -> Any:
     import onnx
 
     source = file.source()
     try:
-        model = onnx.load(source)
+        model = onnx.load(source, load_external_data=with_weights)
+        if isinstance(source, str) and not with_weights:
+            _read_small(model, os.path.dirname(source))
     except Exception as error:
         if missing := missing_weights(file):
             raise ConfigError(f"model {file.path}: {missing}") from None
@@ -128,6 +137,26 @@ def _load(file: ModelFile) -> Any:
     return model
 
 
+def _read_small(model: Any, folder: str) -> None:
+    """Read the small ones of the graph's tensors that are in other files."""
+    from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_tensor
+
+    for tensor in model.graph.initializer:
+        if tensor.data_location == tensor.EXTERNAL and 0 < (ExternalDataInfo(tensor).length or 0) <= SMALL:
+            load_external_data_for_tensor(tensor, folder)
+            tensor.data_location = tensor.DEFAULT
+            del tensor.external_data[:]
+
+
+def _serialised(file: ModelFile, model: Any) -> bytes:
+    """``ConfigError`` for a model that is too large for one message, weights included."""
+    try:
+        return bytes(model.SerializeToString())
+    except Exception as error:
+        why = "with the weights of other files it exceeds 2 GiB; OnnxTensor leaves them where they are"
+        raise ConfigError(f"model {file.path}: {why}") from error
+
+
 def missing_weights(file: ModelFile) -> str:
     """The problem if external weights of a plain model are missing; else an empty string."""
     import onnx
@@ -141,8 +170,10 @@ def missing_weights(file: ModelFile) -> str:
     return f"its weights lie in {', '.join(missing)} beside it, which is missing: move both together" * bool(missing)
 
 
-def normalized_model(file: ModelFile, normalisation: Normalisation) -> bytes:
+def normalized_model(file: ModelFile, normalisation: Normalisation, with_weights: bool = True) -> bytes:
     """The model with ``(x - mean) / std`` as the first nodes after each input that has a scale, serialised.
+
+    ``with_weights``: see ``model_bytes``.
 
     Same order of operations as ``torchvision.transforms.Normalize``, in float32 or, for an input of float64, in that.
     An input of integers keeps its type, if the model does no more than move its values before it casts them to floats.
@@ -150,7 +181,7 @@ def normalized_model(file: ModelFile, normalisation: Normalisation) -> bytes:
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    model = _load(file)
+    model = _load(file, with_weights)
     graph = model.graph
     constants = {constant.name for constant in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
@@ -189,7 +220,7 @@ def normalized_model(file: ModelFile, normalisation: Normalisation) -> bytes:
             _forget_types(graph, result)
     for place, node in enumerate(nodes):
         graph.node.insert(place, node)
-    return bytes(model.SerializeToString())
+    return _serialised(file, model)
 
 
 def _spec_of(value: Any) -> TensorSpec:
