@@ -113,10 +113,10 @@ class OnnxTensor(ModelBackend):
         tensors = (*self._session.get_inputs(), *self._session.get_outputs())
         scalars = scalar_tensors(self.file) if any(not value.shape for value in tensors) else ()
         values = self._session.get_inputs()
-        shapes = with_batch([_dims(value) for value in values], self.max(), self.layout.is_whole)
+        declared = with_batch([_dims(value) for value in values], self.max(), self.layout.is_whole)
         self._inputs = [
             _Input(self.model, value, dims, self.max(), self.layout.is_whole, is_scalar=value.name in scalars)
-            for value, dims in zip(values, shapes, strict=True)
+            for value, dims in zip(values, declared, strict=True)
         ]
         self._only = self._inputs[0] if len(self._inputs) == 1 else None
         self._optional = {

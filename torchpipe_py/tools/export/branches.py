@@ -54,7 +54,7 @@ def places_that_read_values(model: Any, images: Any) -> list[Place]:
         *(tensor.equal, tensor.allclose, torch.equal, torch.allclose, torch.is_nonzero, tensor.is_nonzero),
     }
 
-    class Watched(tensor):
+    class Watched(torch.Tensor):  # type: ignore[misc]
         """A picture, and what is computed from it: the results of operators on it are of this class, too."""
 
         @classmethod

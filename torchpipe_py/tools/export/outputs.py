@@ -65,7 +65,7 @@ def flat(model: Any) -> Any:
     """A module that returns the Tensors of what ``model`` returns as a tuple."""
     import torch
 
-    class Flat(torch.nn.Module):
+    class Flat(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = model

@@ -74,7 +74,8 @@ def _classes(output: Any) -> list[Any]:
 
 def has_nan(values: np.ndarray) -> np.ndarray:
     """For each item of N×… whether it has NaN."""
-    return np.isnan(values).any(tuple(range(1, values.ndim)))
+    have_nan: np.ndarray = np.isnan(values).any(tuple(range(1, values.ndim)))
+    return have_nan
 
 
 def _dtype_of_classes(count: int) -> str:
