@@ -208,7 +208,7 @@ MENDABLE = [
     ("tiny --weights random --crop 64", "--crop 64: more than --resize 40 leaves"),
     ("tiny --weights random --mean 123.675,116.28,103.53", "divide yours by 255"),
     ("tiny --weights random --std 0,1,1", "--std: contains a zero"),
-    ("no_such_module:build", "cannot be imported"),
+    ("no_such_module:build", "no such module, installed or in"),
     ("fixed.py", "fixed.py: name the function in it that returns the model: fixed.py:function; MODEL is"),
     ("whole.pt", "weights need their model: torchpipe export MODEL --weights whole.pt"),
     ("model.onnx", "model.onnx: no such file"),

@@ -7,7 +7,9 @@ import os
 import shlex
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torchpipe_py.tools.export.config import (
 )
 from torchpipe_py.tools.export.from_onnx import export_onnx
 from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
-from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked, noise
+from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked, noise, quiet
 from torchpipe_py.tools.export.outputs import flat, has_names, names_of
 from torchpipe_py.tools.report import ToolError
 
@@ -110,8 +112,8 @@ def run_export(args: argparse.Namespace) -> int:
         print(f"  outputs {', '.join(names)}")
     if classes == 1 and not is_chosen:
         print("  NOTE: one number; if it is the logit of a class, --postprocessor Sigmoid answers its score")
-    if checked.places and not notes and (branch := unresolved_branch(source.model, *noise(size, (2,))[:1])):
-        notes = [branch]
+    if checked.places and not notes:
+        notes = _unresolved(source.model, size)
     if notes:
         print(f"  NOTE: the ONNX file does for all pictures what forward did for the trial at {listed(notes)}")
     if checked.largest < NEARLY_ZERO:
@@ -133,6 +135,13 @@ def _refuse_branches(model: Any, size: tuple[int, int, int]) -> list[Place]:
         why = "forward reads values of the picture in Python, which the ONNX file would fix at those of the trial"
         raise ToolError(f"{why}: {listed(branches)}; torch.where(condition, a, b) decides for each picture")
     return places
+
+
+def _unresolved(model: Any, size: tuple[int, int, int]) -> list[Place]:
+    # PyTorch prints the graph so far.
+    with quiet("torch.fx.experimental.symbolic_shapes"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        branch = unresolved_branch(model, *noise(size, (2,))[:1])
+    return [branch] if branch else []
 
 
 def _check_written(made: Files) -> None:
