@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Detections(Sequence[dict[str, Any]]):
-    """The K objects found in one image, in the order given, which from a postprocessor is best first; immutable.
+    """The K objects found in one image, in the order given, which from a postprocessor is best first.
 
     ``boxes``: float32 K×4, [left, top, right, bottom] in pixels of the original image as a viewer shows it (EXIF
     orientation applied); a coordinate lies between pixels: 0 is the left side of the first pixel. ``scores``: float32
