@@ -125,8 +125,13 @@ class Registry:
         self._add(self._filters, filter_, name, name.lower() in {*filters.BUILT_IN, *filters.ALIASES})
         return filter_
 
+    def _kind(self, table: dict[str, Any]) -> str:
+        """The kind of what a table holds, as in the names of the methods."""
+        kinds = {id(self._backends): "backend", id(self._filters): "filter", id(self._postprocessors): "postprocessor"}
+        return kinds[id(table)]
+
     def _register(self, table: dict[str, type], cls: type, name: str | None, built_in: Iterable[str]) -> type:
-        _as_class(cls, name or repr(cls))
+        _as_class(cls, name or repr(cls), self._kind(table))
         name = name or cls.__name__
         if not callable(getattr(cls, "forward", None)):
             hint = "; forward_item is ItemBackend's: derive from it" if hasattr(cls, "forward_item") else ""
@@ -139,8 +144,9 @@ class Registry:
             known = table.get(name, value)
             if is_built_in or (known is not value and not _is_redefined(known, value)):
                 place = "by this package" if is_built_in else f"by {known.__module__}.{known.__qualname__}"
+                kind = self._kind(table)
                 raise ConfigError(
-                    f"{name!r} is registered already, {place}; register_…({value.__name__}, 'other name')"
+                    f"{name!r} is registered already, {place}; register_{kind}({value.__name__}, 'other name')"
                 )
             table[name] = value
 
@@ -318,9 +324,10 @@ def _check_methods(cls: type) -> None:
         )
 
 
-def _as_class(value: Any, name: str) -> type:
+def _as_class(value: Any, name: str, kind: str = "backend") -> type:
     if not isinstance(value, type):
-        hint = "; write @register_…, or register_…(Class, 'name')" if isinstance(value, str) else ""
+        register = f"register_{kind}"
+        hint = f"; write @{register}, or {register}(Class, 'name')" if isinstance(value, str) else ""
         raise ConfigError(f"{name}: expected a class, got {type(value).__name__}{hint}")
     return value
 

@@ -265,7 +265,7 @@ def test_refuses_registered_name(register: Register) -> None:
         (type("Empty", (), {}), "class Empty has no method 'forward'"),
         (len, "expected a class"),
         (3, "expected a class"),
-        ("Name", "expected a class, got str; write @register_…, or register_…"),
+        ("Name", "expected a class, got str; write @register_backend, or register_backend"),
         (type("Item", (), {"forward_item": None}), "forward_item is ItemBackend's: derive from it"),
         (type("Number", (Backend,), {"max": 4}), r"Number: max of a Backend is a method: def max\(self\): return …"),
         (type("Declared", (Shift,), {"min": Param(to_int, doc="")}), "Declared: min of a Backend is a method"),
@@ -290,7 +290,7 @@ def test_code_that_runs_again_may_redefine_its_class(module: str) -> None:
             runs.append(pipes.enter_context(pipe({"backend": "Cell"})))
         assert [run({"data": None})["result"] for run in runs] == [0, 1]  # each keeps the class that it was built with
     exec("def make():\n    class Cell(Backend):\n        pass\n    return Cell", names)
-    with pytest.raises(ConfigError, match=f"'Cell' is registered already, by {module}.Cell; register_"):
+    with pytest.raises(ConfigError, match=f"'Cell' is registered already, by {module}.Cell; register_backend"):
         register_backend(names["make"]())
     exec(cell.format(2), names := {"__name__": "another", "Backend": Backend})
     with pytest.raises(ConfigError, match="'Cell' is registered already"):
