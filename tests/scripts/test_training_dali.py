@@ -499,7 +499,7 @@ def test_missing_dali_error_names_the_package(folder: Path, monkeypatch: pytest.
         (["--dali", "--lr", "nan"], "expected a learning rate from 0 to 1000"),
         (["--dali", "--lr", "-1"], "expected a learning rate from 0 to 1000"),
         (["--dali", "--lr", "inf"], "expected a learning rate from 0 to 1000"),
-        ([], "arguments are required: --toml, or --dali"),
+        ([], "or --dali to train without a pipe"),
         (["--toml", "pipe.toml", "--size", "64"], "--size is an option of --dali"),
         (["--toml", "pipe.toml", "--decode", "cpu"], "--decode is an option of --dali"),
     ],

@@ -20,7 +20,7 @@ from torchpipe_py import DecodeError, pipe
 from torchpipe_py.backends.image.decode import MatDecoder
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.sharing import engine_part, same_shared
-from torchpipe_py.training.decode import Decoder
+from torchpipe_py.training.decode import Decoder, plans_of
 from torchpipe_py.training.samples import Sample
 
 SIZES = ((481, 643), (640, 480), (333, 498), (96, 118), (301, 300))
@@ -213,7 +213,7 @@ def test_training_gets_the_pixels_that_are_served() -> None:
         keys = {**config, "at_least": times, "instance_num": 1}
         with pipe(keys) as run:
             served = run({"data": JPEG})["result"]
-        loader = Decoder(keys, [torch.device("cpu")])
+        loader = Decoder(plans_of(keys, [torch.device("cpu")]))
         try:
             [sample] = loader.start([Sample(0, JPEG)])()
         finally:

@@ -239,7 +239,7 @@ def test_palette_makes_a_picture_of_a_map(forward: Any, original_size: bool) -> 
 def test_class_beyond_the_palette_is_an_error_of_its_item() -> None:
     post = made("ArgMax", palette=("#000000", "#ffffff"))
     maps = torch.tensor([[[0, 1]], [[0, 25]]], dtype=torch.uint8)
-    good, bad = post.on_host([maps], [{}, {}])
+    good, bad = post.on_host([maps, torch.zeros(2, dtype=torch.bool)], [{}, {}])
     assert good["result"].tolist() == [[[0, 0, 0], [255, 255, 255]]]
     assert isinstance(bad, BackendError)
     assert str(bad) == "the model's output has class 25, palette has 2 colours"
