@@ -121,3 +121,40 @@ def test_each_global_generator_is_seeded_for_each_sample(dataset: ImageFiles, to
     for options in ({"batch_size": 3}, {"cpu_percentage": 1.0}, {"workers": 1, "cpu_percentage": 1.0, "batch_size": 5}):
         assert torch.equal(drawn(**options), numbers), options
     assert not (drawn(seed=1) == numbers).any()
+
+
+def test_state_of_an_epochs_end_goes_on_with_the_epoch_that_is_set(dataset: Any, toml: str) -> None:
+    with loader_of(dataset, toml, shuffled(dataset)) as loader:
+        indices(loader)
+        state = loader.state_dict()
+        loader.reset()
+        following = indices(loader)
+    for chosen in (1, 0):
+        sampler = shuffled(dataset)
+        with loader_of(dataset, toml, sampler) as loader:
+            loader.load_state_dict(state)
+            sampler.set_epoch(chosen)
+            found = indices(loader)
+            assert (loader.epoch, found == following) == (chosen, chosen == 1)
+
+
+def test_loaders_of_one_sampler_both_follow_it(dataset: Any, toml: str) -> None:
+    sampler = shuffled(dataset)
+    with loader_of(dataset, toml, sampler) as one:
+        with loader_of(dataset, toml, sampler) as other:
+            sampler.set_epoch(5)
+            for loader in (one, other):
+                indices(loader)
+                assert loader.epoch == 5
+        sampler.set_epoch(7)
+        indices(one)
+        assert one.epoch == 7
+    assert "set_epoch" not in vars(sampler)
+
+
+def test_cpu_share_does_not_go_with_at_least(dataset: Any) -> None:
+    toml = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "at_least": "1x", "resize_h": 9, "resize_w": 9}
+    with pytest.raises(TrainingError, match="leave at_least out of the TOML, or cpu_percentage"):
+        wrap_dataloader_torchpipe(
+            "single", DataLoader(dataset, 4), {**toml, "device": "cpu"}, None, lambda image: image, 0.5
+        )

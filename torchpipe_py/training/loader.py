@@ -284,6 +284,8 @@ class TorchpipeLoader:
     def _take_up_chosen_epoch(self) -> None:
         """Begin the epoch that the program has set by ``set_epoch`` of a sampler since the last one was planned."""
         chosen = self._planner.take_chosen_epoch()
+        if chosen is not None and self._position and not self._planned:  # a state was loaded, perhaps of an epoch's end
+            self._planned = len(self._planner.plan(self.epoch))
         has_ended = self._is_over or 0 < self._planned <= self._position
         if chosen is None or (chosen == self.epoch and not has_ended):
             return

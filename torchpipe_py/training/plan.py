@@ -152,15 +152,17 @@ class SamplerEpoch:
 
     def __init__(self, sampler: Any) -> None:
         known = sampler.set_epoch
-        self._set: Callable[[int], object] = known._set if isinstance(known, SamplerEpoch) else known
+        self._other = known if isinstance(known, SamplerEpoch) else None  # of a loader with the same sampler
+        self._set: Callable[[int], object] = known if self._other is None else self._other._set
         self._sampler, self._first = sampler, getattr(sampler, "epoch", None)
+        self._is_restored = False
         self._chosen = self._first if isinstance(self._first, int) and self._first else None
         with suppress(AttributeError):  # one with slots: its epochs are always the loader's
             sampler.set_epoch = self
 
     def __call__(self, epoch: int) -> None:
         """As the program calls it."""
-        self._set(epoch)
+        (self._other or self._set)(epoch)
         self._chosen = operator.index(epoch)
 
     def set(self, epoch: int) -> None:
@@ -175,10 +177,17 @@ class SamplerEpoch:
 
     def restore(self) -> None:
         """Give the sampler its own ``set_epoch`` and its first ``epoch`` back. Idempotent."""
-        if getattr(self._sampler, "__dict__", {}).get("set_epoch") is self:
-            del self._sampler.set_epoch
-            if self._first is not None:
-                self._sampler.set_epoch(self._first)
+        self._is_restored = True
+        if getattr(self._sampler, "__dict__", {}).get("set_epoch") is not self:
+            return
+        del self._sampler.set_epoch
+        other = self._other
+        while other is not None and other._is_restored:
+            other = other._other
+        if other is not None:
+            self._sampler.set_epoch = other
+        elif self._first is not None:
+            self._sampler.set_epoch(self._first)
 
 
 def samplers_of(dataloader: Any) -> list[Any]:

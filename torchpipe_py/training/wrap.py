@@ -109,6 +109,9 @@ def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices
     """Start workers, then pipes, then create the batcher. If anything fails, nothing is left running."""
     plans = plans_of(toml_path, devices)
     decoders = Decoders.of(plans[0])
+    if options.cpu_percentage > 0 and any(plan.params.get("at_least") for plan in decoders.plans):
+        problem = "transforms_cpu gets whole images, and at_least decodes reduced ones for the other batches"
+        raise TrainingError(f"{problem}: leave at_least out of the TOML, or cpu_percentage")
     samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed, decoders)
     slots = 0
     with ExitStack() as stack:

@@ -71,8 +71,8 @@ class Decoders:
 
     def _decoded(self, plan: BackendPlan, encoded: bytes) -> np.ndarray:
         # NOTE: gray is not converted back: from a gray decoder come three equal channels, as in the pipe.
-        if "gray" not in (plan.params["color"], self.color):
-            plan = replace(plan, params={**plan.params, "color": self.color})
+        color = plan.params["color"] if "gray" in (plan.params["color"], self.color) else self.color
+        plan = replace(plan, params={**plan.params, "color": color, "at_least": "", "reduced_for": ()})
         decoder: Any = plan.create(BackendConfig())
         decoder.setup()
         item: Data = {TASK_DATA_KEY: encoded}
