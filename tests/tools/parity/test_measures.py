@@ -142,3 +142,14 @@ def test_images_decide_a_tolerance_as_soon_as_they_can() -> None:
     judge = Judge(read_tolerance("score=0.01, top1=0.9"))
     judge.add({"top1": 0.0})
     assert [finding.images for finding in judge.findings()] == [0, 1]
+
+
+def test_masks_of_one_side_only_do_not_keep_a_limit() -> None:
+    box, mask = [[0, 0, 3, 3]], np.ones((4, 4), bool)
+    a, b = (Detections(box, [0.9], [0], (), None, masks) for masks in ((mask,), None))
+    found, _ = of_detections(a, b)
+    assert read_tolerance("iou=0.9").limits[0].loss(found, ("iou",)) == 1.0
+
+
+def test_outline_without_points_is_an_empty_mask() -> None:
+    assert mask_iou([[]], np.zeros((4, 4), bool)) == 1.0

@@ -99,10 +99,14 @@ class Source:
 
 
 class Runner(Protocol):
-    """What gives a result for each image; ``config`` is its name in messages, ``batch`` how many it runs at once."""
+    """What gives a result for each image; ``config`` is its name in messages, ``batch`` how many it runs at once.
+
+    ``is_function``: a function of the user, not a pipe.
+    """
 
     config: str
     batch: int
+    is_function: bool
 
     def run(self, pictures: Iterable[Picture]) -> Iterator[Data]:
         """The finished dict of each image, in order."""
@@ -115,6 +119,8 @@ class Runner(Protocol):
 
 class PipeRunner:
     """A pipe, closed with ``stack``, and the name of the configuration it is built from."""
+
+    is_function = False
 
     def __init__(self, config: str, source: str | Mapping[str, Any], stack: ExitStack) -> None:
         self.config = config
@@ -145,6 +151,7 @@ class FunctionRunner:
     """A function of the user, called with one path after the other."""
 
     batch = BATCH
+    is_function = True
 
     def __init__(self, config: str, function: Function) -> None:
         self.config = config
@@ -171,6 +178,7 @@ class Recorded:
         self.name = source.name
         self._runner = source.open(stack)
         self.config, self.batch, self.labels = self._runner.config, self._runner.batch, self._runner.labels
+        self.is_function = self._runner.is_function
         self._items: dict[str, Data] = {}
 
     def open(self, stack: ExitStack) -> Runner:

@@ -37,7 +37,7 @@ def _array(mask: Any, height: int, width: int) -> np.ndarray:
 
     whole = np.zeros((height, width), np.uint8)
     if isinstance(mask, list):
-        for polygon in mask:
+        for polygon in filter(len, mask):  # one without points outlines nothing
             cv2.fillPoly(whole, [np.rint(np.array(polygon, float)).astype(np.int32)], 1)  # type: ignore[call-overload]
         return whole > 0
     if isinstance(mask, dict):

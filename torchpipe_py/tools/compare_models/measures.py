@@ -94,6 +94,8 @@ def of_detections(a: Detections, b: Detections) -> tuple[dict[str, float], Objec
         distances = np.hypot(*np.moveaxis(points - b.keypoints[of_b], 2, 0)[:2])[points[:, :, 2] >= VISIBLE]
         if distances.size:
             figures["keypoint"] = float(distances.max())
+    if (a.masks is None) != (b.masks is None):
+        figures["iou"] = 0.0
     if a.masks is not None and b.masks is not None:
         figures["iou"] = min(mask_iou(a.masks[one], b.masks[other]) for one, other in pairs.tolist())
     return figures, objects

@@ -80,7 +80,7 @@ def _of_ultralytics(found: Any) -> Any:
         _numbers(found.boxes.xyxy),
         _numbers(found.boxes.conf),
         _numbers(found.boxes.cls),
-        tuple(found.names[index] for index in sorted(found.names)),
+        tuple(found.names.get(index, str(index)) for index in range(max(found.names, default=-1) + 1)),
         None if found.keypoints is None else _numbers(found.keypoints.data),
         None if masks is None else tuple(masks),
     )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.image.files import label_of
-from torchpipe_py.errors import counted, nearest
+from torchpipe_py.errors import counted, describe, nearest
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.results import Detections
 from torchpipe_py.tools.compare_models import figures, measures
@@ -251,7 +251,13 @@ class _Pair:
             a, b = self._with_labels(a, b)
             return Compared(name, None, a, b, figures=measures.of_classes(a, b))
         if isinstance(a, Detections) and isinstance(b, Detections):
-            found, objects = measures.of_detections(a, b)
+            import cv2
+
+            a, b = self._with_names(a, b)
+            try:
+                found, objects = measures.of_detections(a, b)
+            except (ValueError, cv2.error) as error:
+                raise ToolError(f"{name}: masks that cannot be compared: {describe(error)}") from error
             return Compared(name, None, figures=found, objects=objects)
         one, other = (each.values if isinstance(each, Pixels) else each for each in (a, b))
         assert isinstance(one, np.ndarray)
@@ -277,6 +283,19 @@ class _Pair:
         limited = {kind for name in (self._tolerance.names if self._tolerance else ()) for kind in MEASURES[name].kinds}
         common = [kind for kind in common if kind in limited] or common
         return min(common, key=lambda kind: sum(kinds.index(kind) for kinds in likely))
+
+    def _with_names(self, a: Detections, b: Detections) -> tuple[Detections, Detections]:
+        """Both with the names of classes if only one side has them."""
+        if bool(a.names) == bool(b.names) or not (len(a) and len(b)):
+            return a, b
+        named, other = self.sides if a.names else self.sides[::-1]
+        if named.runner.is_function:  # texts of objects: the order of its classes is unknown
+            raise ToolError(
+                f"{named.runner.config} gives labels, {other.runner.config} numbers of classes, and only a labels file "
+                "would say which is which: let both give labels"
+            )
+        names = a.names or b.names
+        return replace(a, names=names), replace(b, names=names)
 
     def _with_labels(self, a: Prediction, b: Prediction) -> tuple[Prediction, Prediction]:
         """Both with labels if one side gives these and the other numbers."""

@@ -34,6 +34,7 @@ class ConfidenceSequence:
 
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()
+        self._last: tuple[np.ndarray, np.ndarray] | None = None  # the counts as arrays, until values come
 
     def add(self, values: Iterable[float]) -> None:
         """Take further values; ``ValueError`` for one outside 0..1."""
@@ -41,6 +42,7 @@ class ConfidenceSequence:
             if not 0 <= value <= 1:
                 raise ValueError(f"expected a value from 0 to 1, got {value}")
             self._counts[float(value)] += 1
+            self._last = None
 
     @property
     def count(self) -> int:
@@ -124,7 +126,9 @@ class ConfidenceSequence:
         return _log_mixture(self._log_bets_above(mean), _WEIGHTS_ABOVE)
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array(list(self._counts)), np.array(list(self._counts.values()), float)
+        if self._last is None:
+            self._last = np.array(list(self._counts)), np.array(list(self._counts.values()), float)
+        return self._last
 
 
 _LOG_LIMIT = math.log(2 / (1 - CONFIDENCE))
