@@ -61,7 +61,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """A missing argument with its meaning, or its choices."""
         for action in self._actions:
             if name in (*action.option_strings, action.metavar, action.dest):
-                meaning = ", ".join(map(str, action.choices)) if action.choices else (action.help or "")
+                told = self._get_formatter()._expand_help(action) if action.help else ""
+                meaning = ", ".join(map(str, action.choices)) if action.choices else told
                 return f"{name} ({meaning})" if meaning else name
         return name
 

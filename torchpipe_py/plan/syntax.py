@@ -18,8 +18,8 @@ _WORDS = {
 def explain(error: Exception, text: str) -> str:
     """``line 3, 'a = b': …`` for an error of the TOML parser; its own words if it has no place in ``text``."""
     words, place = str(error), re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-    lines = text.splitlines()
-    if place is None or not lines:
+    lines = text.removesuffix("\n").split("\n")  # TOML knows no other ends of lines
+    if place is None:
         return words
     number = min(int(place[1]), len(lines)) if place[1] else len(lines)
     line, problem = lines[number - 1].strip(), words[: place.start()]

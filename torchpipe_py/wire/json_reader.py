@@ -243,7 +243,9 @@ def _scan(text: str, at: int, end: int, quote: str = "") -> tuple[str, int]:
     except UnicodeDecodeError as error:
         raise JSONDecodeError(f"Not UTF-8: {error.reason}", "", at + error.start) from None
     except JSONDecodeError as error:
-        raise JSONDecodeError(error.msg, "", at + _bytes_of(decoded[: error.pos])) from None
+        # NOTE: -1 stands for the quote before the text.
+        before = _bytes_of(decoded[: error.pos]) if error.pos > 0 else error.pos
+        raise JSONDecodeError(error.msg, "", at + before) from None
     return part, at + _bytes_of(decoded[:read])
 
 

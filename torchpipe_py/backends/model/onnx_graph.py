@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
@@ -137,12 +138,19 @@ def _load(file: ModelFile, with_weights: bool) -> Any:
     return model
 
 
+_LARGEST_ELEMENT = 16  # bytes
+
+
 def _read_small(model: Any, folder: str) -> None:
     """Read the small ones of the graph's tensors that are in other files."""
     from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_tensor
 
     for tensor in model.graph.initializer:
-        if tensor.data_location == tensor.EXTERNAL and 0 < (ExternalDataInfo(tensor).length or 0) <= SMALL:
+        if tensor.data_location != tensor.EXTERNAL:
+            continue
+        # The length may be left out: then the tensor is all that the file has from its offset on.
+        length = ExternalDataInfo(tensor).length or math.prod(tensor.dims) * _LARGEST_ELEMENT
+        if 0 < length <= SMALL:
             load_external_data_for_tensor(tensor, folder)
             tensor.data_location = tensor.DEFAULT
             del tensor.external_data[:]
