@@ -130,13 +130,15 @@ class Peers:
         for fd, (inode, family, address) in self._sockets_now():
             if address is None:
                 continue
-            sock = socket.socket(family, socket.SOCK_STREAM, 0, fd)
             try:
-                silent_ms, received = _received.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
-            except OSError:
+                sock = socket.socket(family, socket.SOCK_STREAM, 0, fd)
+                try:
+                    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                finally:
+                    sock.detach()  # it is grpc's
+            except OSError:  # grpc has closed it meanwhile
                 continue
-            finally:
-                sock.detach()  # it is grpc's
+            silent_ms, received = _received.unpack_from(told)
             yield Seen(address, inode, received, silent_ms)
 
     def _sockets_now(self) -> Iterable[tuple[int, tuple[int, int, tuple[str, int] | None]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -15,6 +16,7 @@ from kit.contract import Asked, as_rpc
 from kit.services import LocalServer, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
+from torchpipe_server.front.peers import Peers
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 rpc = pytest.importorskip("torchpipe_server.front.rpc")
@@ -190,3 +192,12 @@ def outcome_of(failed: Any) -> str:
     name = failed.code().name
     is_repeatable = any(key == "grpc-retry-pushback-ms" for key, _ in failed.trailing_metadata() or ())
     return f"{name}, to be sent again" if is_repeatable else f"{name}: {failed.details()}"
+
+
+def test_connection_that_grpc_closes_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, sock = Peers(1, 1), socket.socket()
+    gone = sock.fileno()
+    sock.close()
+    monkeypatch.setattr(peers, "_sockets_now", lambda: [(gone, (0, socket.AF_INET, ("127.0.0.1", 1)))])
+    assert peers.look([], 1, 0.0) == []
+    assert peers.connections == 0
