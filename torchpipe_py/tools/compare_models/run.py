@@ -290,10 +290,7 @@ class _Pair:
             return a, b
         named, other = self.sides if a.names else self.sides[::-1]
         if named.runner.is_function:  # texts of objects: the order of its classes is unknown
-            raise ToolError(
-                f"{named.runner.config} gives labels, {other.runner.config} numbers of classes, and only a labels file "
-                "would say which is which: let both give labels"
-            )
+            raise _unlike_labels(named, (a if a.names else b).labels[0], other)
         names = a.names or b.names
         return replace(a, names=names), replace(b, names=names)
 
@@ -304,12 +301,16 @@ class _Pair:
             return a, b
         labels, numbers = (self.sides[named.index(is_named)] for is_named in (True, False))
         if not labels.labels:
-            raise ToolError(
-                f"{labels.runner.config} gives labels ({(a, b)[named.index(True)].label!r}), {numbers.runner.config} "
-                "numbers of classes, and only its labels file would say which is which: let both give labels"
-            )
+            raise _unlike_labels(labels, (a, b)[named.index(True)].label, numbers)
         names = labels.labels
         return (a if named[0] else a.with_labels(names)), (b if named[1] else b.with_labels(names))
+
+
+def _unlike_labels(named: _Side, label: Any, other: _Side) -> ToolError:
+    return ToolError(
+        f"{named.runner.config} gives labels ({label!r}), {other.runner.config} numbers of classes, and only its "
+        "labels file would say which is which: let both give labels"
+    )
 
 
 class _Model:
