@@ -266,7 +266,7 @@ def test_draws_results_on_pictures(here: Path) -> None:
 
 
 def test_pictures_are_in_color_and_decoded_as_the_configuration_says(tmp_path: Path) -> None:
-    decoders = Decoders.of(plan_pipeline({"backend": "DecodeMat", "formats": "tiff", "color": "gray"}))
+    decoders = Decoders.of(plan_pipeline({"backend": "DecodeMat", "formats": "tiff", "color": "gray"})).in_color("bgr")
     mat = picture(9, 8)
     draw_picture(str(tmp_path), "a.png", encode(mat, ".tiff"), "", [], decoders)
     assert np.array_equal(cv2.imread(str(tmp_path / "a.png")), mat)

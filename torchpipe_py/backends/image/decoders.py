@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,22 +62,33 @@ class Decoders:
 
         Raises ``DecodeError`` for what the decoders refuse.
         """
-        *others, last = self.plans
-        for plan in others:
+        *others, last = self._backends
+        for backend in others:
             try:
-                return self._decoded(plan, encoded)
+                return self._decoded(backend, encoded)
             except DecodeError:
                 continue
         return self._decoded(last, encoded)
 
-    def _decoded(self, plan: BackendPlan, encoded: bytes) -> np.ndarray:
-        # NOTE: gray is not converted back: from a gray decoder come three equal channels, as in the pipe.
-        color = plan.params["color"] if "gray" in (plan.params["color"], self.color) else self.color
-        plan = replace(plan, params={**plan.params, "color": color, "at_least": "", "reduced_for": ()})
-        decoder: Any = plan.create(BackendConfig())
-        decoder.setup()
+    @cached_property
+    def _backends(self) -> tuple[DecodeMat, ...]:
+        """The decoders of whole images, which any thread may use."""
+        made = []
+        for plan in self.plans:
+            # NOTE: gray is not converted back: from a gray decoder come three equal channels, as in the pipe.
+            color = plan.params["color"] if "gray" in (plan.params["color"], self.color) else self.color
+            whole = {"color": color, "at_least": "", "reduced_for": ()}
+            backend: Any = replace(plan, params={**plan.params, **whole}).create(BackendConfig())
+            backend.setup()
+            made.append(backend)
+        return tuple(made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plans": self.plans, "color": self.color}  # another process makes its own decoders
+
+    def _decoded(self, backend: DecodeMat, encoded: bytes) -> np.ndarray:
         item: Data = {TASK_DATA_KEY: encoded}
-        decoder.forward_item(item)
+        backend.forward_item(item)
         if TASK_ERROR_KEY in item:
             raise item[TASK_ERROR_KEY]
         mat: np.ndarray = item[TASK_RESULT_KEY]

@@ -93,7 +93,7 @@ class LineMaker:
         keep_freed_memory()
         self._settings, self._finished = settings, finished
         plan = plan_pipeline(settings.config, processes=processes)
-        self._pipe, self._decoders = pipe(plan), Decoders.of(plan, settings.node_name)
+        self._pipe, self._decoders = pipe(plan), Decoders.of(plan, settings.node_name).in_color("bgr")
         self._roots = Roots(self._pipe, Path(settings.config.source).stem)
         self._has_logged = False
         stats = self._pipe.stats()

@@ -50,7 +50,7 @@ def _unlike(safe: str, given: str) -> str:
 def draw_picture(folder: str, name: str, source: Any, color: str, result: Any, decoders: Decoders) -> None:
     """Draw a result on its image, and write it to ``folder``; whoever reads it sees it whole.
 
-    ``source`` are the bytes of an image, which ``decoders`` decode, or pixels H×W×3 ``uint8`` in the order of
+    ``source`` are the bytes of an image, which ``decoders`` decode to BGR, or pixels H×W×3 ``uint8`` in the order of
     ``color``. Raises ``DecodeError``, ``NoResult`` if the image cannot be encoded, ``OSError``.
     """
     import cv2
@@ -58,7 +58,7 @@ def draw_picture(folder: str, name: str, source: Any, color: str, result: Any, d
     if isinstance(source, np.ndarray):
         image = source[..., ::-1] if color == "rgb" else source
     else:
-        image = decoders.in_color("bgr").decode(source)
+        image = decoders.decode(source)
     drawn = draw_boxes(np.ascontiguousarray(image), result)
     path = os.path.join(folder, name)
     is_made, file = cv2.imencode(os.path.splitext(name)[1], drawn)
