@@ -15,7 +15,8 @@ from kit.image_backends import Data, noise, refusal, run
 
 from torchpipe_py import ConfigError, pipe
 from torchpipe_py.backends.image import files
-from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, find_images, label_of
+from torchpipe_py.backends.image.files import find_images, label_of
+from torchpipe_py.backends.image.formats import IMAGE_SUFFIXES
 
 
 def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> None:

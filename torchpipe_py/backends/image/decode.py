@@ -117,7 +117,9 @@ def declared_size(data: object) -> ImageHeader | None:
         return None
 
 
-_FILE_NAME = re.compile(rb"[\x20-\x7e]{1,200}\.(?i:jpe?g|png|webp|bmp|gif|tiff?)")
+_FILE_NAME = re.compile(
+    rb"[\x20-\x7e]{1,200}(?i:%b)" % b"|".join(re.escape(each.encode()) for each in formats.IMAGE_SUFFIXES)
+)
 
 
 def _hint(data: Bytes) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend
 from torchpipe_py.backends.cuda import Guard, on_stream
+from torchpipe_py.backends.image.formats import IMAGE_SUFFIXES
 from torchpipe_py.backends.image.mat import EIGHT_BITS, OF_MATS, as_mat, color_of
 from torchpipe_py.backends.image.tensor import on_tensors
 from torchpipe_py.backends.params import Param
@@ -21,12 +22,6 @@ from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
 from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
-
-IMAGE_SUFFIXES = (
-    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".heic",
-    ".heif", ".avif",
-)  # fmt: skip
-"""Those of the formats that a decoder can be configured for."""
 
 
 def find_images(folder: str | os.PathLike[str]) -> list[Path]:

@@ -15,6 +15,12 @@ from torchpipe_py.errors import DecodeError, counted
 
 Bytes = bytes | bytearray | memoryview
 
+IMAGE_SUFFIXES = (
+    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".heic",
+    ".heif", ".avif",
+)  # fmt: skip
+"""Of files in the formats that a decoder can be configured for."""
+
 Span = tuple[int, int]
 """Start and end of a range of bytes."""
 
