@@ -16,7 +16,8 @@ from hashlib import blake2b
 from queue import Empty, Queue
 from typing import IO, Any
 
-from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, iter_images
+from torchpipe_py.backends.image.files import iter_images
+from torchpipe_py.backends.image.formats import IMAGE_SUFFIXES
 from torchpipe_py.errors import ConfigError, TorchpipeError, first_line, nearest
 from torchpipe_py.files import MOST_READ, is_pattern, iter_matches
 from torchpipe_py.plan.config import Place
@@ -144,14 +145,19 @@ class Source:
 
     def count(self) -> int | None:
         """The number of items; ``None`` if only reading them tells, as with tars, videos and lists in a pipe."""
-        if not self._can_read_again or self.archive():
+        if not self._can_read_again:
             return None
-        return sum(1 for _ in self._entries())
+        total = 0
+        for _, where in filter(None, self._entries()):
+            if _is_archive(where):
+                return None
+            total += 1
+        return total
 
     def archive(self) -> str:
         """The first tar or video; empty if there is none, or only reading the items tells."""
         entries = filter(None, self._entries()) if self._can_read_again else ()
-        return next((path for path, where in entries if not is_url(where) and (is_tar(where) or is_video(where))), "")
+        return next((path for path, where in entries if _is_archive(where)), "")
 
 
 def is_url(text: str) -> bool:
@@ -167,6 +173,11 @@ def is_tar(path: str) -> bool:
 def is_video(path: str) -> bool:
     """Whether the name is that of a video file."""
     return path.lower().endswith(VIDEO_SUFFIXES)
+
+
+def _is_archive(where: str) -> bool:
+    """Whether it is a tar or a video, which holds items of its own."""
+    return not is_url(where) and (is_tar(where) or is_video(where))
 
 
 def open_source(text: str) -> Source:
