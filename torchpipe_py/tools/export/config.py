@@ -190,15 +190,6 @@ def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]
     return tables, sizes.pop()
 
 
-def jpeg(height: int, width: int) -> bytes:
-    """A gray JPEG."""
-    import cv2
-
-    done, encoded = cv2.imencode(".jpg", np.full((height, width, 3), 128, np.uint8))
-    assert done
-    return bytes(encoded.tobytes())
-
-
 COMMENTS = {
     "size": "the shorter side, smoothed as torchvision's Resize does",
     "color": "channel order of the model",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py import registry
+from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.backends.model.onnx_graph import noted_normalisation
 from torchpipe_py.backends.model.postprocess import read_labels, uses
 from torchpipe_py.backends.model.postprocess.settings import names_of
@@ -30,7 +31,6 @@ from torchpipe_py.tools.export.config import (
     Sides,
     Transform,
     followed_by,
-    jpeg,
     read_preprocessing,
     to_toml,
 )
@@ -387,11 +387,11 @@ def _try(made: Made, temporary: Files, model: OnnxModel) -> tuple[str, BaseExcep
         node["labels"] = str(temporary.labels)
     node.pop("model::cache", None)
     try:
-        plan_pipeline(tables)
-        with pipe(tables) as run:
+        plan = plan_pipeline(tables)
+        with pipe(plan) as run:
             if not made.takes_pictures:
                 return "", None
-            run(data := {"data": jpeg(*TRIALS[0])})
+            run(data := {"data": Decoders.of(plan).small_image(*TRIALS[0])})
     except TorchpipeError as error:
         return "", error
     if "result" not in data:
