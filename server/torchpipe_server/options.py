@@ -208,6 +208,13 @@ class Options:
         "seconds for a batch, and between a worker's heartbeats; then it is replaced; 0: no limit",
         0,
     )
+    start_seconds: float = _option(
+        Group.ENDINGS,
+        3600.0,
+        "seconds for a process to load its models and become ready, and for a model to be loaded; then it is killed, "
+        "or the model not served; 0: no limit",
+        0,
+    )
     trace_ratio: float = _option(
         Group.LOGS,
         -1.0,

@@ -54,6 +54,7 @@ WRONG = {
     "--deadline-ms": ["-1", "nan", "inf"],
     "--drain-seconds": ["-1", "nan", "inf"],
     "--hang-seconds": ["-0.1", "nan"],
+    "--start-seconds": ["-0.1", "nan"],
     "--decode-isolation": ["thread"],
     "--trace-ratio": ["-1.5", "1.1", "nan", "1%"],
     "--log-level": ["loud", "INFO", ""],

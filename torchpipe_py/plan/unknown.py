@@ -13,7 +13,7 @@ SERVICE_FLAGS = (
     *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
     *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "exit-on-error", "no-page"),
     *("allowed-hosts", "cors-origin", "forward-headers"),
-    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
+    *("hang-seconds", "start-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
 )
 """Options of ``torchpipe-serve`` that may be mistaken for keys."""
 

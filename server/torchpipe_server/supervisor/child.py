@@ -25,10 +25,10 @@ RETIRE_SECONDS = 0.5  # in which a worker with a hung batch or a dead instance f
 MOST_UNREAD = 2**12  # messages that a worker may leave unread before its control messages count as misbehaviour
 
 State = Literal["starting", "ready", "draining", "gone"]
-Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved", "dismissed"]
+Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "slow_start", "misbehaved", "dismissed"]
 """Why a worker ended or is to be ended: it exited or was killed from outside; no heartbeat; one step of its I/O loop
-took too long; a batch took too long; the thread of an instance ended; it sent an invalid message; it is not needed and
-has served nothing yet."""
+took too long; a batch took too long; the thread of an instance ended; it did not become ready in time; it sent an
+invalid message; it is not needed and has served nothing yet."""
 
 _PROBLEMS: dict[Reason, str] = {
     "silent": "has no heartbeat",
@@ -66,7 +66,7 @@ class Child:
         self.graph = ""
         self.problems: Mapping[str, str] = {}  # why models of a folder are not served, by NAME/VERSION
         self.tables = forked.tables  # that it started with
-        self._awaited: type[messages.Message] | None = None  # the answer to ``ask_change``
+        self._awaited: set[tuple[type[messages.Message], int]] = set()  # answers to ``ask_change``
         self.reason: Reason = "died"
         self.must_listen = self.listens = False  # at the port of gRPC
         self.has_served = self.has_streams = False  # whether it got a connection or a client; streams to read
@@ -79,6 +79,7 @@ class Child:
         self._heartbeat = forked.heartbeat
         self._signs = forked.heartbeat.read()
         self._silent_s = 0.0  # without a heartbeat
+        self._starting_s = 0.0  # while it loads its models, in checks, as the machine may sleep meanwhile
         # Consecutive checks at which it had no link to its engine process, and at which a batch was overdue.
         self.unlinked_looks = self._overdue_looks = 0
         self._channel = Channel(loop, forked.sock, self._receive, self.kill, is_trusted=False)
@@ -111,14 +112,18 @@ class Child:
 
     # -- health -----------------------------------------------------------------------------------------------------
 
-    def look(self, hang_seconds: float) -> None:
+    def look(self, hang_seconds: float, start_seconds: float) -> None:
         """Ask it for statistics, or end it if something in it hangs; called every ``LOOK_SECONDS``."""
-        reason = self.problem(hang_seconds)
+        reason = self.problem(hang_seconds, start_seconds)
         if reason is None:
             if self.is_serving:
                 self.ask_stats()
         elif self.reason == "died":  # nothing ends it yet
-            logger.error("%s (pid %d) %s: replacing it", self.name, self.pid, _PROBLEMS[reason])
+            if reason == "slow_start":
+                self.failure = f"{self.name} is not ready after {start_seconds:g} s (--start-seconds)"
+                logger.error("killing %s (pid %d): it is not ready in time", self.name, self.pid)
+            else:
+                logger.error("%s (pid %d) %s: replacing it", self.name, self.pid, _PROBLEMS[reason])
             # NOTE: once the worker is dead, the supervisor answers what it could not finish.
             if self.is_ready and self.connections and reason in ("hung_batch", "dead_instance"):
                 self._loop.call_later(RETIRE_SECONDS, self.kill)
@@ -126,11 +131,14 @@ class Child:
             else:
                 self.kill(reason)
 
-    def problem(self, hang_seconds: float) -> Reason | None:
-        """What is wrong with it, if anything; called every ``LOOK_SECONDS``. ``hang_seconds`` of 0 means no limit."""
+    def problem(self, hang_seconds: float, start_seconds: float) -> Reason | None:
+        """What is wrong with it, if anything; called every ``LOOK_SECONDS``. 0 seconds means no limit."""
         # NOTE: a worker without progress would not accept the link.
         is_unlinked = self._makes_progress and not self._heartbeat.is_linked
         self.unlinked_looks = self.unlinked_looks + 1 if is_unlinked else 0
+        if self.state == "starting":
+            self._starting_s += LOOK_SECONDS
+            return "slow_start" if 0 < start_seconds < self._starting_s else None
         if not self.is_serving:
             return None
         before, self._signs = self._signs, self._heartbeat.read()
@@ -190,10 +198,10 @@ class Child:
             self.is_asked = True
             self.send("stats")
 
-    def ask_change(self, type_: Literal["prepare", "commit"], **fields: Any) -> None:
-        """Have it set up a model, or serve what it has set up; the answer comes as a message."""
-        self._awaited = messages.Prepared if type_ == "prepare" else messages.Committed
-        self.send(type_, **fields)
+    def ask_change(self, type_: Literal["prepare", "commit"], change: int, **fields: Any) -> None:
+        """Have it set up a model, or serve what it has set up; the answer comes as a message with this number."""
+        self._awaited.add((messages.Prepared if type_ == "prepare" else messages.Committed, change))
+        self.send(type_, change=change, **fields)
 
     def release(self, reason: Reason = "died") -> None:
         """Have it give back all connections and end."""
@@ -247,8 +255,8 @@ class Child:
             case messages.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
                 self.problems = message.problems
-            case messages.Prepared() | messages.Committed() if isinstance(message, self._awaited or ()):
-                self._awaited = None
+            case messages.Prepared() | messages.Committed() if (type(message), message.change) in self._awaited:
+                self._awaited.discard((type(message), message.change))
             case messages.Listening() if self.must_still_listen:
                 self.listens = True
             case messages.Failed() if (self.state == "starting" or self.must_still_listen) and not self.failure:

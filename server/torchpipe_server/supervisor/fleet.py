@@ -169,7 +169,7 @@ class Fleet:
 
     def _look(self) -> None:
         for child in self.children:
-            child.look(self._options.hang_seconds)
+            child.look(self._options.hang_seconds, self._options.start_seconds)
         for slot in self._slots:
             # NOTE: at the second check, since its engine process may just have died.
             if slot.child is not None and slot.child.unlinked_looks >= 2 and not self._is_ending:
@@ -447,7 +447,9 @@ class Fleet:
             self._reload_ended(problem)
 
         if children:
-            self._model_change = ModelChange(folder, name, children, end)
+            self._model_change = change = ModelChange(folder, name, children, end)
+            if seconds := self._options.start_seconds:
+                self._loop.call_later(seconds, change.expire, seconds)
         else:
             end("no worker is ready yet; one is starting")
 

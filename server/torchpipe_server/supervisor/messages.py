@@ -138,8 +138,12 @@ class Ready(Struct, tag="ready"):
 
 
 class Prepared(Struct, tag="prepared"):
-    """A model is set up, or why not; ``graph`` is that of the models that will be served."""
+    """A model is set up, or why not; ``graph`` is that of the models that will be served.
 
+    ``change`` is the number that the request had.
+    """
+
+    change: Annotated[int, _amount]
     problem: str
     graph: str
 
@@ -147,6 +151,7 @@ class Prepared(Struct, tag="prepared"):
 class Committed(Struct, tag="committed"):
     """What was prepared is served, or why not."""
 
+    change: Annotated[int, _amount]
     problem: str
 
 

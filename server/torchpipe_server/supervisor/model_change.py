@@ -6,10 +6,13 @@ import base64
 import pickle
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from itertools import count
 
 from torchpipe_py.serving import Folder
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.messages import Committed, Prepared
+
+_numbers = count(1)
 
 
 class ChangeState(Enum):
@@ -33,17 +36,18 @@ class ModelChange:
 
     def __init__(self, folder: Folder, name: str, children: Iterable[Child], on_end: Callable[[str], object]) -> None:
         self.folder, self._on_end = folder, on_end
+        self._number = next(_numbers)  # a worker may still answer a change that was given up
         self._children = set(children)
         self._waiting = set(self._children)
         self._graph = ""
         self._state = ChangeState.PREPARING
         pickled = base64.b64encode(pickle.dumps(folder)).decode()
         for child in self._children:
-            child.ask_change("prepare", name=name, folder=pickled)
+            child.ask_change("prepare", self._number, name=name, folder=pickled)
 
     def receive(self, child: Child, message: Prepared | Committed) -> None:
         """Take a worker's answer."""
-        if self._state is ChangeState.OVER or child not in self._waiting:
+        if message.change != self._number or self._state is ChangeState.OVER or child not in self._waiting:
             return
         if message.problem:
             self.cancel(message.problem)
@@ -69,11 +73,16 @@ class ModelChange:
         if self._state is ChangeState.PREPARING and self._children:
             self._state, self._waiting = ChangeState.COMMITTING, set(self._children)
             for each in self._children:
-                each.ask_change("commit")
+                each.ask_change("commit", self._number)
             return
         for each in self._children:
             each.graph = self._graph
         self._end("")
+
+    def expire(self, seconds: float) -> None:
+        """Change nothing if a worker has not set the model up by now, after ``seconds``."""
+        if self._state is ChangeState.PREPARING:
+            self.cancel(f"it is not set up after {seconds:g} s (--start-seconds)")
 
     def cancel(self, problem: str) -> None:
         """Change nothing, because of ``problem``."""

@@ -49,7 +49,7 @@ class FolderModels:
         self._folder = folder
         self._prepared: tuple[Folder, str, dict[str, pipe]] | None = None
         self._past: dict[str, Any] = {"nodes": {}, "metrics": {}}  # totals of removed pipes
-        self._is_wanted = True  # what is being prepared
+        self._preparing: object = None  # the change that is being prepared, or was last
         self._retiring: list[tuple[pipe, float]] = []  # with the time when they are closed at the latest
         for key in folder:
             try:
@@ -101,7 +101,8 @@ class FolderModels:
 
         ``graph`` is that of all models, as SVG. Without the model in ``folder``, ``commit`` removes it.
         """
-        self._is_wanted = True
+        # NOTE: what was given up may still be loading when the next change begins, and end after it.
+        self._preparing = this = object()
 
         def run() -> None:
             added: dict[str, pipe] = {}
@@ -115,7 +116,7 @@ class FolderModels:
             call_from_any_thread(self._loop, settle, added, problem, graph)
 
         def settle(added: dict[str, pipe], problem: str, graph: str) -> None:
-            if problem or not self._is_wanted:
+            if problem or self._preparing is not this:
                 _close_aside(added.values())
             else:
                 self._prepared = folder, name, added
@@ -142,7 +143,7 @@ class FolderModels:
 
     def abort(self) -> None:
         """Drop what was prepared, or will be."""
-        self._is_wanted = False
+        self._preparing = None
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             _close_aside(prepared[2].values())

@@ -294,18 +294,18 @@ class Worker:
         """Ask the supervisor for the statistics of all workers; nothing if it is gone."""
         self._control("statistics", "", lambda status, body: done(body if status == 200 else {}))
 
-    def _prepare(self, name: str, folder: str) -> None:
-        """Set up a model of the folder, which is pickled, in base 64."""
+    def _prepare(self, change: int, name: str, folder: str) -> None:
+        """Set up a model of the folder, which is pickled, in base 64; ``change`` is the number of the answer."""
         assert self._models is not None
 
         def done(problem: str, graph: str) -> None:
-            self._post.send({"type": "prepared", "problem": problem, "graph": graph})
+            self._post.send({"type": "prepared", "change": change, "problem": problem, "graph": graph})
 
         self._models.prepare(pickle.loads(base64.b64decode(folder)), name, done)
 
-    def _commit(self) -> None:
+    def _commit(self, change: int) -> None:
         assert self._models is not None
-        self._post.send({"type": "committed", "problem": self._models.commit()})
+        self._post.send({"type": "committed", "change": change, "problem": self._models.commit()})
 
     def _abort(self) -> None:
         assert self._models is not None

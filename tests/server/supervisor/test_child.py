@@ -25,6 +25,7 @@ from torchpipe_server.supervisor import connections as connections_module
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked
+from torchpipe_server.supervisor.messages import Prepared
 from torchpipe_server.worker.channel import LINE_BYTES, Channel
 from torchpipe_server.worker.heartbeat import Heartbeat
 
@@ -64,10 +65,8 @@ class Subject:
 
 
 @pytest.fixture
-def subject() -> Iterator[Subject]:
+def starting() -> Iterator[Subject]:
     made = Subject()
-    made.say({"type": "ready", "graph": "<svg/>"})
-    assert made.child.is_ready
     yield made
     made.process.kill()
     made.process.wait(WAIT)
@@ -75,6 +74,13 @@ def subject() -> Iterator[Subject]:
     made.sock.close()
     made.stderr.close()
     made.loop.close()
+
+
+@pytest.fixture
+def subject(starting: Subject) -> Subject:
+    starting.say({"type": "ready", "graph": "<svg/>"})
+    assert starting.child.is_ready
+    return starting
 
 
 # -- signs of life --------------------------------------------------------------------------------------------------
@@ -95,21 +101,48 @@ def test_heartbeats_show_silent_stuck_and_hung_workers(subject: Subject, name: s
     hang_seconds, looks = LOOKS[name]
     for signs, problem in looks:
         subject.show(**signs)
-        assert subject.child.problem(hang_seconds) == problem
+        assert subject.child.problem(hang_seconds, 0.0) == problem
 
 
 def test_dead_instance_is_a_problem_without_hang_seconds(subject: Subject) -> None:
     """Its worker may finish what it can, then it is killed; a worker that ends loses its instances."""
     subject.show(beats=1, dead=1)
     subject.child.connections.add(3)
-    subject.child.look(0.0)
+    subject.child.look(0.0, 0.0)
     assert (subject.child.state, subject.child.reason) == ("draining", "dead_instance")
-    assert subject.child.problem(0.0) is None
+    assert subject.child.problem(0.0, 0.0) is None
     eventually(subject.is_ended)
     assert subject.process.wait(WAIT) < 0
 
 
+def test_ends_a_worker_that_is_not_ready_in_time(starting: Subject) -> None:
+    child = starting.child
+    assert [child.problem(1.0, 2.0) for _ in range(3)] == [None, None, "slow_start"]
+    assert child.problem(1.0, 0.0) is None  # without a limit
+    child.look(1.0, 2.0)
+    assert (child.reason, child.failure) == ("slow_start", "worker 0 is not ready after 2 s (--start-seconds)")
+    eventually(starting.is_ended)
+
+
+def test_worker_may_start_for_long_and_then_serve(starting: Subject) -> None:
+    assert starting.child.problem(1.0, 1.0) is None
+    starting.say({"type": "ready", "graph": ""})
+    starting.show(beats=1)
+    assert [starting.child.problem(0.0, 1.0) for _ in range(3)] == [None] * 3
+
+
 # -- what a worker says ---------------------------------------------------------------------------------------------
+
+
+def test_each_answer_to_a_change_is_taken_once(subject: Subject) -> None:
+    answers = [{"type": "prepared", "change": number, "problem": "", "graph": ""} for number in (1, 2)]
+    subject.child.ask_change("prepare", 1)
+    subject.child.ask_change("prepare", 2)
+    subject.say(answers[1], answers[0])
+    assert [message.change for message in subject.heard if isinstance(message, Prepared)] == [2, 1]
+    subject.say(answers[0])
+    eventually(subject.is_ended)
+    assert subject.child.reason == "misbehaved"
 
 
 def test_takes_messages_in_order(subject: Subject) -> None:

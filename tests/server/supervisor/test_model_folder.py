@@ -145,6 +145,31 @@ def test_a_load_sets_up_that_model_only(tmp_path: Path) -> None:
         assert service.stats["reloads"] == {"ok": 1, "failed": 0}
 
 
+def test_a_load_that_was_given_up_does_not_disturb_the_next_one(tmp_path: Path) -> None:
+    """A worker is still setting up the one when the other begins, and ends while that is set up."""
+    folder, states = written(tmp_path / "models", a=GOOD), [tmp_path / "first", tmp_path / "next"]
+    for state in states:
+        state.mkdir()
+        (state / "hold").touch()
+    with folder_service(folder, "--workers", "2") as service, ThreadPoolExecutor(2) as pool:
+        killed, stays = service.wait_started().pids()
+        written(folder, b=steered(mark="b", folder=states[0]), c=steered(mark="c", folder=states[1]))
+        given_up = pool.submit(control, service, "load", "b")
+        eventually((states[0] / "entered").exists)
+        os.kill(killed, signal.SIGKILL)
+        assert "a worker ended while it set the model up" in given_up.result()[1]["error"]
+        eventually(lambda: len(service.pids()) == 2)
+        loading = pool.submit(control, service, "load", "c")
+        eventually((states[1] / "entered").exists)
+        (states[0] / "hold").unlink()
+        assert "'b' is not found" in infer(service.port, "b")
+        (states[1] / "hold").unlink()
+        assert loading.result()[0] == 200
+        assert {infer(service.port, "c") for _ in range(8)} == {"ac"}
+        assert "'b' is not found" in infer(service.port, "b")
+        assert stays in service.pids()
+
+
 def test_serves_what_an_engine_process_can_set_up(tmp_path: Path) -> None:
     shared = "shared = true\n"
     files = {"good": steered() + shared, "plan": BAD["missing"] + shared, "setup": BAD["setup"] + shared, "own": GOOD}
@@ -262,32 +287,39 @@ def changing() -> Changing:
 
 def test_workers_serve_a_model_once_all_have_it(changing: Changing) -> None:
     change, (one, other), ends = changing()
-    change.receive(one, Prepared("", "graph"))
-    change.receive(one, Prepared("", "graph"))
+    number = one.ask_change.call_args.args[1]
+    change.receive(one, Prepared(number, "", "graph"))
+    change.receive(one, Prepared(number, "", "graph"))
+    change.receive(other, Prepared(number - 1, "of a change that was given up", ""))
     one.ask_change.assert_called_once()
-    change.receive(other, Prepared("", "graph"))
-    assert [each.ask_change.call_args.args for each in (one, other)] == [("commit",), ("commit",)]
-    change.receive(one, Committed(""))
+    change.receive(other, Prepared(number, "", "graph"))
+    assert [each.ask_change.call_args.args for each in (one, other)] == [("commit", number)] * 2
+    change.receive(one, Committed(number, ""))
     assert ends == []
     change.lost(other)
     assert (ends, one.graph) == ([""], "graph")
     change.cancel("too late")
+    change.expire(1.0)
     assert (ends, one.send.call_count) == ([""], 0)
 
 
-@pytest.mark.parametrize("how", ["problem", "death", "cancel"])
+@pytest.mark.parametrize("how", ["problem", "death", "cancel", "time"])
 def test_no_worker_serves_a_model_that_one_cannot_set_up(changing: Changing, how: str) -> None:
     change, (one, other), ends = changing()
-    change.receive(one, Prepared("", "graph"))
+    number = one.ask_change.call_args.args[1]
+    change.receive(one, Prepared(number, "", "graph"))
     if how == "problem":
-        change.receive(other, Prepared("no memory", ""))
+        change.receive(other, Prepared(number, "no memory", ""))
     elif how == "death":
         change.lost(other)
+    elif how == "time":
+        change.expire(2.0)
+        assert ends == ["it is not set up after 2 s (--start-seconds)"]
     else:
         change.cancel("the service is stopping")
     assert len(ends) == 1
     assert ends[0]
     one.send.assert_called_once_with("abort")
-    change.receive(other, Prepared("", "graph"))
+    change.receive(other, Prepared(number, "", "graph"))
     change.lost(one)
     assert (len(ends), one.graph) == (1, "before")
