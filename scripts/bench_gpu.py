@@ -53,7 +53,7 @@ def make_parser() -> ArgumentParser:
     comparison.add_options(parser.add_argument_group("baseline"))
     option = parser.add_argument_group("shared, mosec, baseline").add_argument
     option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
-    option = parser.add_argument_group("in_process, baseline").add_argument
+    option = parser.add_argument_group("in_process, shared, baseline").add_argument
     size = partial(numbers, separator="x")
     option("--image", type=size, default=(500, 375), metavar="WxH", help="pixels (default: 500x375)")
     option = parser.add_argument_group("shared, mosec").add_argument

@@ -68,18 +68,26 @@ def _measure(clients: int, seconds: float) -> Load:
 
 
 def measure_nodes(
-    report: Report, name: str, config: Mapping[str, Any], count: int, batch: int, seconds: float, rounds: int
+    report: Report,
+    name: str,
+    config: Mapping[str, Any],
+    count: int,
+    batch: int,
+    seconds: float,
+    rounds: int,
+    image: tuple[int, int] = (500, 375),
 ) -> None:
     """Images per second of the backends of a chain of nodes, in ``count`` processes of one thread each.
 
-    Each process runs one node after the other on ``batch`` copies of a JPEG. Latencies are per batch.
+    Each process runs one node after the other on ``batch`` copies of a JPEG, ``image`` wide and high. Latencies are
+    per batch.
     """
-    with closing(Processes(count, nodes, config, batch)) as processes:
+    with closing(Processes(count, nodes, config, batch, image)) as processes:
         for _ in range(rounds):
             report.add(name, count, processes.load(1, seconds))
 
 
-def nodes(config: Mapping[str, Any], size: int) -> tuple[Measure, str]:
+def nodes(config: Mapping[str, Any], size: int, image: tuple[int, int]) -> tuple[Measure, str]:
     """The backends of a chain of nodes, called one after the other by one thread."""
     from torchpipe_py.backends.base import BackendConfig
     from torchpipe_py.cores import limit_threads
@@ -89,7 +97,7 @@ def nodes(config: Mapping[str, Any], size: int) -> tuple[Measure, str]:
     backends = [plan.backends[0].create(BackendConfig()) for plan in plan_pipeline(config).plans.values()]
     for backend in backends:
         backend.setup()
-    jpeg = picture()
+    jpeg = picture(*image)
 
     def compute() -> None:
         items: list[dict[str, Any]] = [{"result": jpeg} for _ in range(size)]

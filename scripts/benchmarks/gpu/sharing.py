@@ -19,6 +19,7 @@ from benchmarks.services import run_clients, started
 from benchmarks.sharing import Service, measure, sharing
 
 CPU, GPU = "CPU decode", "GPU decode"
+REDUCED = f"{CPU} at 1x"  # JPEGs at the smallest scale that the resize needs
 CHECKED = {"node": GPU, "inside": f"{GPU} (checked inside)", "none": f"{GPU} (unchecked)"}
 FEW, MANY = 20, 100  # clients
 MOST = 8  # workers in the comparison with mosec
@@ -33,7 +34,7 @@ def shared(engines: Engines, args: argparse.Namespace) -> Report:
     report.until = monotonic() + args.most_seconds
     chosen = [service for which in ALL for service in services_of(engines, args, *which)]
     services = [service for service in chosen if re.search(args.only, service.name)]
-    with image_folder() as folder:
+    with image_folder(picture(*args.image)) as folder:
         limits_alone(report, engines, args)
         report.attempt("the classic recipe", partial(_classic, report, engines, folder, args))
         for service in services:
@@ -59,11 +60,15 @@ def config_of(engines: Engines, workers: int, most: int, checks: str = "") -> di
 def services_of(engines: Engines, args: argparse.Namespace, what: str, workers: int, is_shared: bool) -> list[Service]:
     """Services with so many workers, not started yet: one for each of ``--checks`` where the GPU decodes.
 
-    If the model is shared, one for each of ``--engines``.
+    Else one that decodes whole images, and one at the scale that is needed. If the model is shared, one for each of
+    ``--engines``.
     """
     services = []
-    for checks in args.checks if what == GPU else ("",):
-        name, config = CHECKED.get(checks, what), config_of(engines, workers, args.model_max, checks)
+    kinds = [(CHECKED[checks], checks) for checks in args.checks] if what == GPU else [(CPU, ""), (REDUCED, "")]
+    for name, checks in kinds:
+        config = config_of(engines, workers, args.model_max, checks)
+        if name == REDUCED:
+            config["decode"]["at_least"] = "1x"
         if not is_shared:
             services.append(Service(name, config, workers, False))
             continue
@@ -87,9 +92,9 @@ def limits_alone(report: Report, engines: Engines, args: argparse.Namespace) -> 
             report.measure([Subject(name, process.load)], (CONTEXTS,), args.seconds, args.rounds)
 
     report.attempt("the engine alone", engine)
-    alone = partial(report.measure, [opencv(picture())], (), args.seconds, args.rounds)
+    alone = partial(report.measure, [opencv(picture(*args.image))], (), args.seconds, args.rounds)
     report.attempt("OpenCV alone", alone)
-    loops = partial(measure_nodes, report, decoding, nodes, processes, most, args.seconds, args.rounds)
+    loops = partial(measure_nodes, report, decoding, nodes, processes, most, args.seconds, args.rounds, args.image)
     report.attempt("GPU decode alone", loops)
 
 
