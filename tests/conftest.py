@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -18,7 +19,6 @@ import hypothesis
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import Registry, registry
@@ -37,12 +37,21 @@ Register = Callable[[type], str]
 
 _numbers = itertools.count()
 
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+@functools.cache
+def has_gpu() -> bool:
+    import torch  # here: processes that a test starts import this module for their backends, and need no PyTorch
+
+    return torch.cuda.is_available()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path == Path(__file__).with_name("gpu") and not has_gpu() else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for name in collect_ignore:
-        terminalreporter.write_line(f"not run: tests/{name} (there is no CUDA device)")
+    if not has_gpu():
+        terminalreporter.write_line("not run: tests/gpu (there is no CUDA device)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

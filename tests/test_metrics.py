@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from conftest import Register
-from kit.waits import eventually
+from kit import process_backends
 
 from torchpipe_py import SetupError, WorkerDied, pipe
 from torchpipe_py.metrics import (
@@ -185,50 +184,14 @@ def test_default_buckets_and_an_infinite_one() -> None:
     assert stats["other"]["bounds"] == [1.0]
 
 
-class Remote:
-    """Counts in a process of its own."""
-
-    def init(self, config: dict[str, Any]) -> None:
-        self.found = Counter("faces", "Faces found", ["camera"])
-        self.level = Gauge("level", "Fill level")
-        self.seconds = Histogram("match_seconds", "Time of a match", buckets=[0.1, 1.0])
-
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        for item in items:
-            self.found.labels(item["data"]).inc()
-            self.level.set(item["data"])
-            self.seconds.observe(item["data"])
-            item["result"] = True
-
-
 def test_process_brings_its_metrics_to_the_pipe(restored: Register) -> None:
-    restored.register_backend(Remote, "Remote")
+    restored.register_backend(process_backends.Remote, "Remote")
     with pipe({"backend": "Process[Remote]", "instance_num": 2}) as run:
         for value in (0, 5, 0, 5):
             run({"data": value})
         metrics = run.stats()["metrics"]
     assert values(metrics, "faces") == {("0",): 2.0, ("5",): 2.0}
     assert values(metrics, "match_seconds") == {(): ([2, 0, 2], 10.0)}
-
-
-class Levelled:
-    """Sets gauges to ``data``, a level; ends its process for -1."""
-
-    def init(self, config: dict[str, Any]) -> None:
-        self.level = Gauge("level", "Fill level")
-        self.by_size = Gauge("by_size", "Fill level", ["is_large"])
-
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        (item,) = items
-        if item["data"] < 0:
-            os._exit(1)
-        self.level.set(item["data"])
-        self.by_size.labels(item["data"] > 10).set(item["data"])
-        item["result"] = os.getpid()
-        if "path" in item:
-            # Both instances have an item before one of them gives its result.
-            Path(item["path"], str(item["data"])).touch()
-            eventually(lambda: len(os.listdir(item["path"])) == 2)
 
 
 def gauges(run: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -238,14 +201,14 @@ def gauges(run: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 @pytest.mark.parametrize("backend", ["Levelled", "Process[Levelled]"])
 def test_gauge_is_the_sum_over_instances(restored: Register, tmp_path: Path, backend: str) -> None:
-    restored.register_backend(Levelled, "Levelled")
+    restored.register_backend(process_backends.Levelled, "Levelled")
     with pipe({"backend": backend, "instance_num": 2}) as run:
         run([{"data": level, "path": str(tmp_path)} for level in (5, 40)])
         assert gauges(run) == ({(): 45.0}, {("False",): 5.0, ("True",): 40.0})
 
 
 def test_gauge_of_a_process_that_died_no_longer_counts(restored: Register, tmp_path: Path) -> None:
-    restored.register_backend(Levelled, "Levelled")
+    restored.register_backend(process_backends.Levelled, "Levelled")
     with pipe({"backend": "Process[Levelled]", "instance_num": 2}) as run:
         run([{"data": level, "path": str(tmp_path)} for level in (5, 40)])
         with pytest.raises(WorkerDied):

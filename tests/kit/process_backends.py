@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kit.waits import eventually
 from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, Signature, TensorSpec
+from torchpipe_py.metrics import Counter, Gauge, Histogram
 from torchpipe_py.values import to_str
 
 Data = dict[str, Any]
@@ -153,3 +155,39 @@ class Closing(ItemBackend):
             threading.Event().wait()
         if self.file.endswith("raise"):
             raise ValueError("will not close")
+
+
+class Remote:
+    """Counts in a process of its own."""
+
+    def init(self, config: dict[str, Any]) -> None:
+        self.found = Counter("faces", "Faces found", ["camera"])
+        self.level = Gauge("level", "Fill level")
+        self.seconds = Histogram("match_seconds", "Time of a match", buckets=[0.1, 1.0])
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            self.found.labels(item["data"]).inc()
+            self.level.set(item["data"])
+            self.seconds.observe(item["data"])
+            item["result"] = True
+
+
+class Levelled:
+    """Sets gauges to ``data``, a level; ends its process for -1."""
+
+    def init(self, config: dict[str, Any]) -> None:
+        self.level = Gauge("level", "Fill level")
+        self.by_size = Gauge("by_size", "Fill level", ["is_large"])
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        (item,) = items
+        if item["data"] < 0:
+            os._exit(1)
+        self.level.set(item["data"])
+        self.by_size.labels(item["data"] > 10).set(item["data"])
+        item["result"] = os.getpid()
+        if "path" in item:
+            # Both instances have an item before one of them gives its result.
+            Path(item["path"], str(item["data"])).touch()
+            eventually(lambda: len(os.listdir(item["path"])) == 2)
