@@ -1,5 +1,6 @@
-"""``torchpipe run`` in a process that kills itself at a step: ``python killed_run.py STEP torchpipe's arguments``.
+"""``torchpipe run`` in processes that kill themselves, each a step later: ``killed_run.py ARGUMENTS-OF-TORCHPIPE``.
 
+Each is a fork of this one, begins when a line comes, and has its exit status printed.
 A step is a call that changes files, or half of a line in the journal. Files are their own results, without a pipe.
 """
 
@@ -21,7 +22,7 @@ from torchpipe_py.wire.json_values import json_line
 STEPS = ("pwrite", "ftruncate", "fsync", "replace", "unlink", "mkdir", "rename")
 
 _steps = itertools.count(1)
-_last = int(sys.argv[1])
+_last = 0
 
 
 def step(half: Any = lambda: None) -> None:
@@ -93,4 +94,9 @@ class Journal(journal.Journal):
 
 command.Journal = Journal  # type: ignore[misc]
 command._workers = lambda args, source, settings, tables: InProcess(settings.folder)  # type: ignore[assignment]
-sys.exit(cli.main(sys.argv[2:]))
+for _ in sys.stdin:
+    _last += 1
+    process = os.fork()
+    if process == 0:
+        sys.exit(cli.main(sys.argv[1:]))
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)

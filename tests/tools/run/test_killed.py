@@ -44,14 +44,21 @@ def test_killed_at_each_step_gives_each_file_once(config: Path, tmp_path: Path, 
     folder.mkdir()
     for number in range(5):
         (folder / f"{number}.jpg").write_bytes(b"%d" % number)
-    for step in range(1, MOST_STEPS):
-        ended = run(sys.executable, DRIVER, step, "run", config, folder, "--out", out, *flags.split())
-        if ended.returncode == 0:
-            break
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-        assert not out.exists() or len(rows_of(out)) == 5
-    assert ended.returncode == 0
-    assert step > 5
+    kills = 0
+    command = [sys.executable, DRIVER, "run", config, folder, "--out", out, *flags.split()]
+    with subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        for _ in range(MOST_STEPS):
+            print(file=driver.stdin, flush=True)
+            status = driver.stdout.readline()
+            if status != f"{-signal.SIGKILL}\n":
+                break
+            kills += 1
+            assert not out.exists() or len(rows_of(out)) == 5
+        driver.stdin.close()
+    assert status == "0\n"
+    assert kills > 4
     rows = rows_of(out)
     assert sorted(row["path"] for row in rows) == [f"{folder}/{number}.jpg" for number in range(5)]
     assert all(row["path"].endswith(f"/{row['result']}") for row in rows)
