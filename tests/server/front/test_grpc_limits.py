@@ -136,7 +136,10 @@ def test_text_is_bounded_in_all_fields_together(names: list[str]) -> None:
         assert re.search(r"bytes of text in \w+; the limit is 4096 \(--max-text-bytes\)", failed.details())
 
 
-@pytest.mark.parametrize(("channels", "calls"), [(1, 1500), (4, 500)])
+@pytest.mark.parametrize(
+    ("channels", "calls"),
+    [(2, 150), *(pytest.param(*load, marks=pytest.mark.slow) for load in [(1, 1500), (4, 500)])],
+)
 def test_calls_at_once_are_answered_or_refused_with_a_time(channels: int, calls: int) -> None:
     with serving("Identity", grpc_port=0) as server, ExitStack() as stack:
         opened = [stack.enter_context(channel(server.grpc_port)) for _ in range(channels)]
