@@ -12,11 +12,12 @@ import torch
 from conftest import encode, picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.detectors import FORWARD, SIZES, detector_file, letterboxed, made, yolo_output
+from kit.detectors import FORWARD, SIZES, constant_model, detector_file, letterboxed, made, yolo_output
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import BackendError, ConfigError, Detections, InvalidRequest, Registry, TensorSpec, pipe
 from torchpipe_py.backends.model.postprocess.nms import suppress
+from torchpipe_py.encryption.model_file import ModelFile
 
 INPUT = (320, 416)
 NAMES = {0: "cat", 1: "dog", 2: "fox"}
@@ -148,6 +149,29 @@ def test_detr_boxes(forward: Any, name: str, activation: str, tmp_path: Path) ->
     assert result.labels == (["b"] if activation == "softmax" else ["b", "c"])
 
 
+def test_rtdetr_of_ultralytics(forward: Any, tmp_path: Path) -> None:
+    rows = torch.zeros(1, 300, 6)
+    rows[0, :2] = torch.tensor([[0.1, 0.1, 0.4, 0.4, 0.3, 0], [0.5, 0.5, 0.25, 0.5, 0.9, 1]])
+    scores = torch.zeros(1, 300, 7)
+    scores[..., :4] = rows[..., :4]
+    scores[0, [0, 1], [4, 5]] = rows[0, [0, 1], [4, 4]]
+    wanted = Detections(np.array([[156, 80, 260, 240], [0, 0, 124.8, 96]]), np.array([0.9, 0.3]), np.array([1, 0]))
+    newer = {"head": "RTDETRDecoder", "task": "detect", "names": "['a', 'b']"}
+    older = {"description": "Ultralytics rtdetr-l model", "task": "detect", "names": "['a', 'b', 'c']"}
+    for output, metadata in ((rows, newer), (scores, older), (scores[..., :6], {**older, "names": "['a', 'b']"})):
+        path = constant_model(tmp_path / "rtdetr.onnx", {"output0": output.numpy()}, metadata)
+        specs = [TensorSpec("output0", tuple(output.shape))]
+        for name in ("DetrBoxes", "Boxes"):
+            (result,) = forward(made(name, specs, ModelFile(path)), [output], [letterboxed(INPUT, INPUT)])
+            same(result, wanted)
+        if output.shape[2] == 6:
+            with pytest.raises(ConfigError, match="RT-DETR: DetrBoxes reads it"):
+                made("EndToEndBoxes", specs, ModelFile(path))
+    path = constant_model(tmp_path / "yolo.onnx", {"output0": rows.numpy()}, {"head": "Detect", "task": "detect"})
+    with pytest.raises(ConfigError, match="names another model: EndToEndBoxes reads it"):
+        made("DetrBoxes", [TensorSpec("output0", (1, 300, 6))], ModelFile(path))
+
+
 def specs_of(names: Any, outputs: list[torch.Tensor]) -> list[TensorSpec]:
     pairs = zip(names, outputs, strict=True)
     return [TensorSpec(name, tuple(output.shape), str(output.dtype)[6:]) for name, output in pairs]
@@ -239,7 +263,7 @@ def test_layout_is_found_by_the_shapes(shapes: Any, layout: str) -> None:
         ("Boxes", [(None, None, None)], ""),
         ("Yolo5Boxes", [(1, 84, 8400)], "Yolo5Boxes takes an output NxAx"),
         ("EndToEndBoxes", [(1, 300, 7)], "EndToEndBoxes takes an output NxKx6"),
-        ("DetrBoxes", [(1, 300, 6)], "DetrBoxes takes two outputs"),
+        ("DetrBoxes", [(1, 8400, 84)], "DetrBoxes takes two outputs.*, or takes an output NxQx6"),
         ("BoxesScoresLabels", [(1, 300, 4), (1, 300)], "BoxesScoresLabels takes three outputs"),
     ],
 )  # fmt: skip

@@ -162,6 +162,19 @@ def test_a_segmenters_map_has_the_size_of_the_picture(folder: Path, capsys: Any)
     assert tuple(data["result"].shape) == (1, 48, 96)
 
 
+def test_rtdetr_of_ultralytics_gets_the_whole_picture_stretched(folder: Path, capsys: Any) -> None:
+    rows = np.zeros((1, 300, 6), np.float32)
+    rows[0, 7] = [0.5, 0.25, 0.5, 0.5, 0.9, 2]
+    metadata = {"head": "RTDETRDecoder", "task": "detect", "names": "['person', 'car', 'dog']", "imgsz": "[64, 64]"}
+    constant_model(folder / "rtdetr.onnx", {"output0": rows}, metadata)
+    printed = exported(capsys, "rtdetr.onnx")
+    assert "pixels 0 to 1" in printed
+    with pipe("rtdetr.toml") as run:
+        run(data := {"data": jpeg()})
+    assert data["result"].labels == ["dog"]
+    assert data["result"].boxes.tolist() == [[24, 0, 72, 24]]
+
+
 def test_options_change_what_was_assumed(folder: Path, capsys: Any) -> None:
     constant_model(folder / "m.onnx", {"logits": np.ones((1, 10))})
     (folder / "labels.txt").write_text("\n".join(LABELS), encoding="utf-8")

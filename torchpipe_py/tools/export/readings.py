@@ -14,6 +14,7 @@ import numpy as np
 from torchpipe_py.backends.control.python import declared
 from torchpipe_py.backends.model import postprocess
 from torchpipe_py.backends.model.postprocess import Detector, Postprocessor, make_postprocessor
+from torchpipe_py.backends.model.postprocess.layouts import is_rtdetr
 from torchpipe_py.backends.model.postprocess.settings import names_of
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.encryption.model_file import ModelFile
@@ -133,6 +134,8 @@ def _detector(model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int,
     names: Sequence[str] = _OF_TASK.get(task, _DETECTORS)
     if task == "detect":
         names = ("YoloBoxes", "Yolo5Boxes", "EndToEndBoxes", "DetrBoxes", "BoxesScoresLabels")
+    if is_rtdetr(model.metadata):
+        names = ("DetrBoxes",)
     has_keypoints = "kpt_shape" in model.metadata
     found = []
     for name in names:
@@ -141,6 +144,8 @@ def _detector(model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int,
         if name == "YoloPose" and not (task == "pose" or has_keypoints or outputs[0].dims[-2:-1] == (56,)):
             continue
         if name in ("YoloBoxes", "Yolo5Boxes", "EndToEndBoxes", "YoloPose") and len(outputs) > 1 and not task:
+            continue
+        if name == "DetrBoxes" and len(outputs) == 1 and not is_rtdetr(model.metadata):
             continue
         if fits(model, classes[name], outputs) and (task or _has_rows(name, outputs, sides)):
             found.append(name)
@@ -236,8 +241,8 @@ def read_pixels(model: OnnxModel, image: ImageInput, reading: Reading) -> Pixels
         return Pixels(*ZERO_TO_ONE, "0 to 1 (of one channel; is that how it was trained?)")
     if reading.is_yolo:
         return Pixels(*ZERO_TO_ONE, "0 to 1, as YOLO takes them")
-    if model.metadata.get("task") == "classify":
-        return Pixels(*ZERO_TO_ONE, "0 to 1, as Ultralytics' classifiers take them")
+    if "task" in model.metadata:
+        return Pixels(*ZERO_TO_ONE, "0 to 1, as Ultralytics' models take them")
     if reading.postprocessor == "BoxesScoresLabels":
         return Pixels(*ZERO_TO_ONE, "0 to 1, as torchvision's detectors take them")
     if image.is_last:

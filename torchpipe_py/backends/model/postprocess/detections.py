@@ -22,6 +22,7 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     MOST_ROWS,
     Candidates,
     Detr,
+    DetrRows,
     EndToEnd,
     Found,
     Layout,
@@ -30,6 +31,7 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     Size,
     Yolo,
     Yolo5,
+    is_rtdetr,
 )
 from torchpipe_py.backends.model.postprocess.nms import suppress
 from torchpipe_py.backends.model.postprocess.settings import (
@@ -115,14 +117,14 @@ class Detector(Postprocessor):
         problems = []
         for cls in self.candidates(outputs):
             try:
-                layout = cls(Model(outputs, self.names, extra, self.options))
+                layout = cls(Model(outputs, self.names, extra, self.options, self.metadata))
                 self.check_labels(layout.classes)
             except ConfigError as error:
                 problems.append(str(error))
             else:
                 fitting.append(layout)
         if not fitting:
-            others = f"; {OTHERS}" if len(self.layouts) == 1 else ""
+            others = f"; {OTHERS}" if type(self).__name__ in _NAMES.values() else ""
             raise ConfigError(f"{type(self).__name__} {', or '.join(problems)}{others}")
         if len(fitting) > 1:
             names = " or ".join(_NAMES[type(layout)] for layout in fitting)
@@ -282,9 +284,12 @@ NORMALISED = Param(to_bool, False, doc="whether listed boxes are parts of the si
 
 
 class DetrBoxes(Detector):
-    """DETR, RT-DETR: boxes N×Q×4 of centre, width and height as parts of the sides, and logits N×Q×C."""
+    """DETR, RT-DETR: boxes N×Q×4 of centre, width and height as parts of the sides, and logits N×Q×C.
 
-    layouts = (Detr,)
+    Also RT-DETR of Ultralytics: one output N×Q×6 of such a box, score and class, or N×Q×(4+C) with a score for each.
+    """
+
+    layouts = (Detr, DetrRows)
     activation = ACTIVATION
 
 
@@ -298,7 +303,7 @@ class BoxesScoresLabels(Detector):
 class Boxes(Detector):
     """Any of these layouts, found by the shapes of the outputs; refused where more than one fits."""
 
-    layouts = (Yolo, Yolo5, EndToEnd, Detr, Listed)
+    layouts = (Yolo, Yolo5, EndToEnd, Detr, DetrRows, Listed)
     activation, normalised = ACTIVATION, NORMALISED
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
@@ -306,6 +311,8 @@ class Boxes(Detector):
             raise ConfigError("Boxes: the model's metadata names keypoints, which YoloPose reads")
         if len(outputs) > 1:
             return (Detr, Listed)
+        if is_rtdetr(self.metadata):
+            return (DetrRows,)
         rows = rows_of(outputs[0])
         if rows == OF_PEOPLE and not self.names:
             raise ConfigError("Boxes: an output Nx56xA has 17 keypoints (YoloPose), or 52 classes: name YoloBoxes then")
@@ -327,11 +334,12 @@ _NAMES = {
     Yolo5: Yolo5Boxes.__name__,
     EndToEnd: EndToEndBoxes.__name__,
     Detr: DetrBoxes.__name__,
+    DetrRows: DetrBoxes.__name__,
     Listed: BoxesScoresLabels.__name__,
 }
 """The postprocessor of each layout."""
 
 OTHERS = (
-    f"postprocessors of detectors: {', '.join(_NAMES.values())}, YoloSegments (with masks), YoloPose (with keypoints); "
-    "Boxes finds the layout of boxes by the shapes"
+    f"postprocessors of detectors: {', '.join(dict.fromkeys(_NAMES.values()))}, "
+    "YoloSegments (with masks), YoloPose (with keypoints); Boxes finds the layout of boxes by the shapes"
 )

@@ -37,13 +37,14 @@ class Candidates(NamedTuple):
 class Model(NamedTuple):
     """What a layout depends on: ``outputs``; the labels' ``names``; the number of ``extra`` values after the classes.
 
-    ``options`` are keys of the node.
+    ``options`` are keys of the node, ``metadata`` those of an ONNX file.
     """
 
     outputs: Sequence[TensorSpec]
     names: Sequence[str]
     extra: int
     options: Mapping[str, Any]
+    metadata: Mapping[str, str] = {}
 
 
 class Layout:
@@ -184,6 +185,8 @@ class EndToEnd(Layout):
         dims = outputs[0].dims[-2:] if outputs else ()
         if len(dims) < 2 or dims[1] != 6 + extra or (dims[0] or 0) > MOST_ROWS:
             raise _wrong(type(self), outputs)
+        if is_rtdetr(model.metadata):
+            raise ConfigError(f"takes {self.takes}, and the metadata says that this is RT-DETR: DetrBoxes reads it")
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         output = arrays[0]
@@ -237,6 +240,43 @@ class Detr(Layout):
         flat = 0.5 * (1 + np.tanh(0.5 * logits)).ravel()  # the sigmoid; exp would overflow
         count = logits.shape[1]
         return Candidates(flat, lambda at: Found(corners(centred[at // count]) * scale, at % count, nothing))
+
+
+class DetrRows(Layout):
+    """Rows, N×Q×6: centre, width, height of 0..1, score, class; or N×Q×(4+C): a score for each class.
+
+    RT-DETR as Ultralytics exports it, from version 8.4 on and before.
+    """
+
+    takes = "an output NxQx6, rows of centre, width and height of 0..1, score, class, or NxQx(4+C) with C scores"
+    needs_nms = False
+
+    def __init__(self, model: Model) -> None:
+        outputs = model.outputs
+        dims = outputs[0].dims[-2:] if len(outputs) == 1 else ()
+        if len(dims) < 2 or (dims[1] or 0) < 5 or (dims[0] or 0) > MOST_ROWS or model.extra:
+            raise _wrong(type(self), outputs)
+        if dims[1] == 6 and "task" in model.metadata and not is_rtdetr(model.metadata):
+            raise ConfigError(f"takes {self.takes}, and the metadata names another model: EndToEndBoxes reads it")
+        # Six numbers may also be scores of two classes, in a file that names no head.
+        self._has_classes = dims[1] == 6 and (len(model.names) != 2 or "head" in model.metadata)
+        self.classes = None if self._has_classes else (dims[1] or 0) - 4
+
+    def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
+        rows, nothing = arrays[0], np.empty((0, 0), np.float32)
+        scale = np.array([*size[::-1]] * 2, np.float32)
+
+        def at(indices: np.ndarray) -> Found:
+            own = rows[indices]
+            classes = own[:, 5].astype(np.int64) if self._has_classes else own[:, 4:].argmax(1)
+            return Found(corners(own[:, :4]) * scale, classes, nothing)
+
+        return Candidates(np.ascontiguousarray(rows[:, 4]) if self._has_classes else rows[:, 4:].max(1), at)
+
+
+def is_rtdetr(metadata: Mapping[str, str]) -> bool:
+    """Whether Ultralytics' metadata names RT-DETR, whose boxes are parts of the sides."""
+    return metadata.get("head") == "RTDETRDecoder" or "rtdetr" in metadata.get("description", "").lower()
 
 
 def _activation(count: int, labels: int) -> str:
