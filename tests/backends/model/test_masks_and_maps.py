@@ -236,6 +236,30 @@ def test_palette_makes_a_picture_of_a_map(forward: Any, original_size: bool) -> 
     assert np.array_equal(result["result"], picture_)
 
 
+def test_integers_without_a_class_dimension_are_the_classes(forward: Any) -> None:
+    classes = torch.zeros(1, 16, 24, dtype=torch.int64)
+    classes[0, 8:, 12:] = 2
+    wanted = np.zeros((1, 64, 192), np.uint8)
+    wanted[0, 32:, 96:] = 2
+    item = letterboxed((64, 192), INPUT)
+    for output in (classes, classes.to(torch.uint8), classes[:, None]):
+        dtype = "uint8" if output.dtype == torch.uint8 else "int32"
+        specs = [TensorSpec("classes", (None, *output.shape[1:]), str(output.dtype)[6:])]
+        plain, large = made("ArgMax", specs), made("ArgMax", specs, original_size=True)
+        assert plain.gives(specs) == [TensorSpec("result", (None, 16, 24), dtype)]
+        assert large.gives(specs) == [TensorSpec("result", (None, None, None), dtype)]
+        (small,), (result,) = forward(plain, [output], [item]), forward(large, [output], [item])
+        assert (small.dtype, result.dtype) == (getattr(torch, dtype),) * 2
+        assert np.array_equal(small.numpy(), classes.numpy())
+        assert np.array_equal(result.numpy(), wanted)
+        (picture_,) = forward(made("ArgMax", specs, palette=("#000000", "#ff8000", "#0000ff")), [output], [item])
+        assert picture_["result"][12, 20].tolist() == [0, 0, 255]
+    (bad,) = forward(made("ArgMax", palette=("#000000", "#ff8000")), [classes - 1], [item])
+    assert "the model's output has class -1, palette has 2 colours" in str(bad)
+    with pytest.raises(ConfigError, match="or NxHxW of integers, got scores"):
+        made("ArgMax", [TensorSpec("scores", (1, 3, 5), "float32")], original_size=True)
+
+
 def test_class_beyond_the_palette_is_an_error_of_its_item() -> None:
     post = made("ArgMax", palette=("#000000", "#ffffff"))
     maps = torch.tensor([[[0, 1]], [[0, 25]]], dtype=torch.uint8)
@@ -256,7 +280,7 @@ def test_voc_colours_are_those_of_the_challenge() -> None:
     [
         ({"palette": ("red",)}, (1, 3, 4, 4), "palette: expected voc, or a colour #rrggbb for each class, got 'red'"),
         ({"palette": ("#000000",)}, (1, 3, 4, 4), "palette has 1 colour, the model 3 classes"),
-        ({"palette": ("voc",)}, (1, 3), "palette and original_size are for maps, of an output NxCxHxW, got 1x3"),
+        ({"palette": ("voc",)}, (1, 3), "palette and original_size are for maps, .* NxHxW of integers, got 1x3"),
         ({"original_size": True}, (1, 3), "palette and original_size are for maps"),
     ],
 )

@@ -162,6 +162,21 @@ def test_a_segmenters_map_has_the_size_of_the_picture(folder: Path, capsys: Any)
     assert tuple(data["result"].shape) == (1, 48, 96)
 
 
+def test_a_map_of_integers_is_a_segmenters(folder: Path, capsys: Any) -> None:
+    graph = Graph()
+    channels = graph.add("Conv", "images", graph.random(4, 3, 1, 1))
+    graph.add("ArgMax", channels, axis=1, keepdims=0, output="classes")
+    inputs, outputs = ({"images": (FLOAT, ["n", 3, 64, 64])}, {"classes": (TensorProto.INT64, ["n", 64, 64])})
+    for metadata, resizing in (({}, "ResizeMat"), ({"task": "semantic", "imgsz": "[64, 64]"}, "LetterBoxMat")):
+        graph.save(folder / "segmenter.onnx", inputs, outputs, metadata)
+        exported(capsys, "segmenter.onnx", "--force")
+        assert (model_of("segmenter.toml")["postprocessor"], main(["check", "segmenter.toml"])) == ("ArgMax", 0)
+        assert resizing in parse_toml("segmenter.toml")["decode"]["backend"]
+        with pipe("segmenter.toml") as run:
+            run(data := {"data": jpeg()})
+        assert data["result"].shape == (1, 48, 96)
+
+
 def test_rtdetr_of_ultralytics_gets_the_whole_picture_stretched(folder: Path, capsys: Any) -> None:
     rows = np.zeros((1, 300, 6), np.float32)
     rows[0, 7] = [0.5, 0.25, 0.5, 0.5, 0.9, 2]

@@ -75,6 +75,9 @@ def read_kind(
     if task == "obb":
         note = "rotated boxes need a postprocessor of your own (docs/own-backends.md)"
         return Reading("a detector of rotated boxes", of_task, fit=LETTERBOX, notes=[note])
+    if _is_class_map(outputs):
+        first = Reading(SEGMENTER, of_task if task else f"output {outputs[0]} is a map of integers", "ArgMax")
+        return _with(first, fit=LETTERBOX if task else STRETCH, keys={"original_size": True})
     if task in ("detect", "segment", "pose") or len(outputs[0].dims) == 3 or len(outputs) > 1:
         found = _detector(model, outputs, sides, task)
         if found is not None:
@@ -175,6 +178,13 @@ def _has_rows(name: str, outputs: Sequence[TensorSpec], sides: tuple[int, int]) 
     boxes = next((output for output in outputs if len(output.dims) == 3), outputs[0])
     grids = [sum((sides[0] // each) * (sides[1] // each) for each in strides) for strides in STRIDES]
     return any(size in boxes.dims[-2:] for grid in grids for size in (grid, 3 * grid))
+
+
+def _is_class_map(outputs: Sequence[TensorSpec]) -> bool:
+    """Whether a segmenter chooses the class of each pixel itself: one output of integers N×H×W, or N×1×H×W."""
+    dims = outputs[0].dims
+    is_integer = outputs[0].dtype.startswith(("int", "uint"))
+    return len(outputs) == 1 and is_integer and (len(dims) == 3 or (len(dims) == 4 and dims[1] == 1))
 
 
 def _map(image: ImageInput, outputs: Sequence[TensorSpec]) -> Reading:

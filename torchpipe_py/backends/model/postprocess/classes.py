@@ -218,8 +218,8 @@ class ArgMax(OfClasses):
     """The label of the largest value; beside ``result``, ``score`` is that value and ``class`` the index.
 
     Of an output N×C×…, a mask say, the class index at each place: a CPU tensor 1×…, ``uint8`` for up to 256 classes,
-    else ``int32``. Of N×C×H×W, with ``original_size`` at the pixels of the original image, and with a ``palette`` a Mat
-    H×W×3 in these colours, ``color`` ``rgb``.
+    else ``int32``. Integers N×H×W or N×1×H×W are class indices already. Of N×C×H×W and N×H×W, with ``original_size`` at
+    the pixels of the original image, and with a ``palette`` a Mat H×W×3 in these colours, ``color`` ``rgb``.
     """
 
     takes_planes = True
@@ -237,16 +237,25 @@ class ArgMax(OfClasses):
         super().check(shape)
         if not (self.palette or self.original_size):
             return
-        if len(shape) != 4:
-            raise ConfigError(f"palette and original_size are for maps, of an output NxCxHxW, got {shown_dims(shape)}")
-        if self._colours is not None and (shape[1] or 0) > len(self._colours):
+        if len(shape) not in (3, 4):
+            raise ConfigError(f"{_FOR_MAPS}, got {shown_dims(shape)}")
+        if self._colours is not None and len(shape) == 4 and (shape[1] or 0) > len(self._colours):
             raise ConfigError(f"palette has {counted(len(self._colours), 'colour')}, the model {shape[1]} classes")
+
+    def fit(self, outputs: Sequence[TensorSpec]) -> None:
+        super().fit(outputs)
+        if not ((self.palette or self.original_size) and outputs):
+            return
+        if len(outputs[0].dims) == 3 and not _holds_classes(outputs[0].dims, outputs[0].dtype):
+            raise ConfigError(f"{_FOR_MAPS}, got {outputs[0]}")
 
     def forward(self, outputs: list[Any], items: Sequence[Data] = ()) -> list[Any]:  # type: ignore[override]
         return self.on_host(self.on_device(outputs), items)
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
+        if _holds_classes(outputs[0].shape, str(outputs[0].dtype).removeprefix("torch.")):
+            return _given_classes(outputs[0])
         return _largest(outputs[0], _floats)
 
     def on_host(self, tensors: list[Any], items: Sequence[Data] = ()) -> list[Any]:
@@ -263,10 +272,11 @@ class ArgMax(OfClasses):
 
     def _map(self, classes: np.ndarray, item: Data) -> Any:
         """The result for a map h×w of class indices. ``BackendError`` for one that the palette lacks."""
-        if self._colours is not None and (most := int(classes.max(initial=0))) >= len(self._colours):
-            raise BackendError(
-                f"the model's output has class {most}, palette has {counted(len(self._colours), 'colour')}"
-            )
+        if self._colours is not None:
+            for index in (int(classes.max(initial=0)), int(classes.min(initial=0))):
+                if not 0 <= index < len(self._colours):
+                    colours = counted(len(self._colours), "colour")
+                    raise BackendError(f"the model's output has class {index}, palette has {colours}")
         if self.original_size:
             size = input_size(item[TASK_DATA_KEY])
             classes = on_original(classes, size, self.origin.way_back(item, size))
@@ -278,6 +288,9 @@ class ArgMax(OfClasses):
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
         specs = _specs_of_largest(outputs, self._labels is not None)
+        if outputs and _holds_classes(outputs[0].dims, outputs[0].dtype):
+            dims = outputs[0].dims
+            specs = [TensorSpec(TASK_RESULT_KEY, (dims[0], *dims[-2:]), _dtype_of_given(outputs[0].dtype))]
         if not (self.palette or self.original_size) or not specs:
             return specs
         sides = (None, None) if self.original_size else specs[0].dims[1:]
@@ -305,6 +318,27 @@ class SoftmaxArgMax(OfClasses):
 def _largest(output: Any, scores: Callable[[Any], Any]) -> list[Any]:
     """Of N×C, the largest score and its index; of N×C×…, what ``_classes`` gives."""
     return _classes(output) if output.ndim > 2 else [_best(scores(output), 1)]
+
+
+_FOR_MAPS = "palette and original_size are for maps, of an output NxCxHxW, or NxHxW of integers"
+
+
+def _holds_classes(dims: Sequence[int | None], dtype: str) -> bool:
+    """Whether an output of this shape and type holds class indices, not scores: integers N×H×W or N×1×H×W."""
+    return dtype.startswith(("int", "uint", "bool")) and (len(dims) == 3 or (len(dims) == 4 and dims[1] == 1))
+
+
+def _given_classes(output: Any) -> list[Any]:
+    """Class indices N×H×W, and for each item that it has no NaN, as of ``_classes``."""
+    import torch
+
+    classes = output[:, 0] if output.ndim == 4 else output
+    dtype = _dtype_of_given(str(output.dtype).removeprefix("torch."))
+    return [classes.to(getattr(torch, dtype)), torch.zeros(len(output), dtype=torch.bool, device=output.device)]
+
+
+def _dtype_of_given(dtype: str) -> str:
+    return "uint8" if dtype in ("uint8", "bool") else "int32"
 
 
 def _specs_of_largest(outputs: Sequence[TensorSpec], has_labels: bool) -> Sequence[TensorSpec]:
