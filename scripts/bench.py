@@ -11,6 +11,7 @@ from functools import partial
 
 from benchmarks import common, in_process
 from benchmarks.comparison import add_folder_options, against_baseline
+from benchmarks.detector import SIDE, WIDTH, detector
 from benchmarks.goodput import SERVICES, goodput
 from benchmarks.on_ray import on_ray
 from benchmarks.over_http import over_http
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "priorities": priorities,
     "tune": tuning,
     "streams": streams,
+    "detector": detector,
 }
 
 
@@ -53,9 +55,15 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--case", action="append", metavar="NAME", help=case)
     group = parser.add_argument_group("goodput")
     group.add_argument("--services", default=",".join(SERVICES[:4]), help="to measure (default: %(default)s)")
-    group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton that serves benchmarks/triton")
+    group.add_argument(
+        "--triton", type=int, metavar="PORT", help="of a Triton that serves benchmarks/triton; detector too"
+    )
     for side in ("service", "tester"):
         group.add_argument(f"--{side}-cores", default="", metavar="0,1", help="to run it on, of priorities too")
+    group = parser.add_argument_group("detector")
+    group.add_argument("--side", type=int, default=SIDE, help="of the model's input (default: %(default)s)")
+    group.add_argument("--width", type=float, default=WIDTH, help="of its layers (default: YOLOv8n's, %(default)g)")
+    group.add_argument("--detector-model", metavar="FILE", help="the model, written there if it is missing")
     return parser
 
 

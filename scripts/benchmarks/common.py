@@ -307,12 +307,12 @@ def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: A
 # -- images -------------------------------------------------------------------------------------------------------
 
 
-def picture(width: int = 500, height: int = 375, suffix: str = ".jpg", quality: int = 90) -> bytes:
+def picture(width: int = 500, height: int = 375, suffix: str = ".jpg", quality: int = 90, seed: int = 7) -> bytes:
     """A file with the same content in any size and format; by default the 66 KB image of the documented figures."""
     import cv2
     import numpy as np
 
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)
     image = cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC).astype(np.int16)
     image += rng.normal(0, 7.5, image.shape).astype(np.int16)
