@@ -48,7 +48,11 @@ def test_suppression_is_greedy(count: int, classes: int, most: int, seed: int) -
     corners = rng.integers(0, 12, (count, 2))
     boxes = np.concatenate([corners, corners + rng.integers(0, 8, (count, 2))], 1).astype(np.float32)
     labels = rng.integers(0, classes, count)
-    assert suppress(boxes, labels, 0.4, most).tolist() == by_loop(boxes, labels, 0.4, most)
+    wanted = by_loop(boxes, labels, 0.4, most)
+    assert suppress(boxes, labels, 0.4, most).tolist() == wanted
+    start = count // 3
+    first = suppress(boxes[:start], labels[:start], 0.4, most)
+    assert suppress(boxes, labels, 0.4, most, first, start).tolist() == wanted
 
 
 @pytest.mark.parametrize("classes", [1, 5])

@@ -33,7 +33,7 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     Yolo5,
     is_rtdetr,
 )
-from torchpipe_py.backends.model.postprocess.nms import suppress
+from torchpipe_py.backends.model.postprocess.nms import NO_BOXES, suppress
 from torchpipe_py.backends.model.postprocess.settings import (
     PARAMETERS,
     Bounds,
@@ -50,6 +50,10 @@ from torchpipe_py.values import to_bool, to_float, to_int, to_str, to_strings
 
 MOST_CANDIDATES = 30_000
 """Boxes of an image before non-maximum suppression; of more, those with the best scores."""
+
+
+FIRST_CANDIDATES = 512
+"""Of these, those that are looked at first, at least."""
 
 
 class AmbiguousLayoutError(ConfigError):
@@ -172,7 +176,7 @@ class Detector(Postprocessor):
 
     def _detections(self, tensors: Sequence[Any], items: Sequence[Data], is_reduced: bool) -> list[Any]:
         arrays = [array if isinstance(array, np.ndarray) else to_numpy(array) for array in tensors]
-        arrays = [array.astype(np.float32) if array.dtype.kind == "f" else array for array in arrays]
+        arrays = [array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array for array in arrays]
         has_batch = arrays[0].ndim > 2
         results: list[Any] = []
         for index, item in enumerate(items):
@@ -203,7 +207,8 @@ class Detector(Postprocessor):
         if np.isnan(scores).any():
             raise self.origin.not_finite("scores")
         order = best_first(scores, settings.threshold)[:MOST_CANDIDATES]
-        for most in (2 * settings.max_det, len(order)):  # the best are mostly enough
+        kept, decided, most = NO_BOXES, 0, max(FIRST_CANDIDATES, 2 * settings.max_det)  # these are mostly enough
+        while True:
             part = order[:most]
             found = candidates.at(part)
             if not np.isfinite(found.boxes).all():
@@ -215,9 +220,11 @@ class Detector(Postprocessor):
                 kept = np.arange(min(len(part), settings.max_det))
             else:
                 classes = np.zeros_like(found.classes) if settings.class_agnostic else found.classes
-                kept = suppress(found.boxes, classes, settings.iou, settings.max_det)
+                kept = suppress(found.boxes, classes, settings.iou, settings.max_det, kept, decided)
+                decided = len(part)
             if len(kept) == settings.max_det or most >= len(order):
                 break
+            most *= 4
         return scores[part[kept]], _rows(found, kept)
 
     def result(

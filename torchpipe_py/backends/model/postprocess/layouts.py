@@ -123,7 +123,7 @@ class Yolo(Layout):
         def at(indices: np.ndarray) -> Found:
             boxes = corners(output[:4].take(indices, 1).T)
             if 3 * len(indices) < len(best):
-                classes = output[4:end].take(indices, 1).argmax(0)
+                classes = _first_equal(output[4:end].take(indices, 1), best[indices])
             else:
                 classes = _first_equal(output[4:end], best)[indices]
             return Found(boxes, classes, output[end:].take(indices, 1).T)
@@ -141,12 +141,11 @@ class Yolo(Layout):
 
 
 def _first_equal(planes: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """``planes.argmax(0)`` where ``best`` is the maximum; of many planes in half the time."""
-    classes = np.zeros(len(best), np.int64)
-    for index in range(len(planes) - 1, 0, -1):
-        np.putmask(classes, planes[index] == best, index)
-    np.putmask(classes, planes[0] == best, 0)
-    return classes
+    """``planes.argmax(0)`` where ``best`` is the maximum, in a third of the time."""
+    count = len(planes)
+    ranks = np.arange(count, 0, -1).astype(np.min_scalar_type(count))  # of equal ones, the first has the highest
+    highest = ((planes == best).view(np.uint8) * ranks[:, None]).max(0)
+    return count - highest.astype(np.int64)
 
 
 class Yolo5(Layout):

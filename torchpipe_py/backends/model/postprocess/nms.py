@@ -8,35 +8,44 @@ from __future__ import annotations
 
 import numpy as np
 
-FIRST, NEXT = 512, 4096
-"""Boxes that are compared with the kept ones at once: before any is kept, and then."""
+FIRST, NEXT = 64, 4096
+"""Boxes that are looked at together: the best ones, which drop most of the others where many crowd, and then."""
 
 MOST_PAIRS = 2**15
-"""Pairs of boxes that are compared with each other at once, at least those of one box."""
+"""Pairs of these that are compared with each other at once, at least those of one box."""
+
+MOST_WITH_KEPT = 2**21
+"""Pairs of these and kept ones that are compared at once."""
+
+DENSE = 1 / 4
+"""Where at least this part of all pairs is of one class, all are compared: that takes no list of pairs."""
+
+NO_BOXES = np.empty(0, np.int64)
 
 Sides = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Left, top, right, bottom and area of each box."""
 
 
-def suppress(boxes: np.ndarray, classes: np.ndarray, iou: float, most: int) -> np.ndarray:
+def suppress(
+    boxes: np.ndarray, classes: np.ndarray, iou: float, most: int, kept: np.ndarray = NO_BOXES, start: int = 0
+) -> np.ndarray:
     """Indices of the boxes to keep, in order, ``most`` at most; those of ``torchvision.ops.batched_nms``.
 
     ``boxes``: float32 K×4, [left, top, right, bottom], the best first. ``classes``: K integers. A box is dropped if its
-    intersection over union with a kept one of its class is more than ``iou``.
+    intersection over union with a kept one of its class is more than ``iou``. ``kept`` is the result for the first
+    ``start`` boxes, if they were looked at before.
     """
     left, top, right, bottom = np.ascontiguousarray(boxes.T)
     sides = left, top, right, bottom, (right - left) * (bottom - top)
-    kept = np.empty(0, np.int64)
-    start = 0
     while start < len(boxes) and len(kept) < most:
-        end = min(start + (NEXT if kept.size else FIRST), len(boxes))
+        count = min(NEXT, max(FIRST, MOST_WITH_KEPT // len(kept))) if len(kept) else FIRST
+        end = min(start + count, len(boxes))
         chunk = np.arange(start, end)
-        chunk = chunk[~_dropped_by(kept, chunk, sides, classes, iou)]
-        better, worse, taken = _pairs(classes, chunk)
+        if len(kept):
+            chunk = chunk[~_dropped_by(kept, chunk, sides, classes, iou)]
+        better, worse, taken = _overlapping(chunk, sides, classes, iou)
         start = end if taken == len(chunk) else int(chunk[taken])
-        chunk = chunk[:taken]
-        overlaps = _overlap(sides, chunk[better], chunk[worse], iou)
-        kept = np.concatenate([kept, chunk[_greedy(taken, better[overlaps], worse[overlaps])]])
+        kept = np.concatenate([kept, chunk[:taken][_greedy(taken, better, worse)]])
     return kept[:most]
 
 
@@ -45,7 +54,7 @@ def _dropped_by(kept: np.ndarray, chunk: np.ndarray, sides: Sides, classes: np.n
     order = kept[np.argsort(classes[kept], kind="stable")]
     starts, ends = (np.searchsorted(classes[order], classes[chunk], side) for side in ("left", "right"))
     counts = ends - starts
-    if 4 * counts.sum() > kept.size * chunk.size:  # few classes: looking at all pairs is faster than choosing some
+    if counts.sum() > DENSE * kept.size * chunk.size:
         is_over = _overlap(sides, kept[:, None], chunk[None], iou)
         dropped: np.ndarray = (is_over & (classes[kept][:, None] == classes[chunk])).any(0)
         return dropped
@@ -56,18 +65,31 @@ def _dropped_by(kept: np.ndarray, chunk: np.ndarray, sides: Sides, classes: np.n
     return dropped
 
 
-def _pairs(classes: np.ndarray, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Each pair of one class, as places in the chunk, the better one first, and how many of the chunk they cover."""
-    order = np.argsort(classes[chunk], kind="stable")
-    ordered = classes[chunk][order]
+def _overlapping(
+    chunk: np.ndarray, sides: Sides, classes: np.ndarray, iou: float
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Pairs of one class that overlap, as places in the chunk, the better one first, and how many of it are covered."""
+    own = classes[chunk]
+    order = np.argsort(own, kind="stable")
+    ordered = own[order]
     ranks = np.arange(len(order)) - np.searchsorted(ordered, ordered, "left")  # better ones of its class
     counts = np.empty_like(ranks)
     counts[order] = ranks
-    taken = max(int(np.searchsorted(np.cumsum(counts), MOST_PAIRS, "right")), min(1, len(chunk)))
+    covered = np.cumsum(counts)
+    taken = max(int(np.searchsorted(covered, MOST_PAIRS, "right")), min(1, len(chunk)))
+    if not taken or not covered[taken - 1]:
+        return order[:0], order[:0], taken
+    if covered[taken - 1] > DENSE * taken * taken / 2:
+        part = chunk[:taken]
+        is_over = np.triu(_overlap(sides, part[:, None], part[None], iou), 1)
+        better, worse = np.nonzero(is_over & (own[:taken, None] == own[None, :taken]))
+        return better, worse, taken
     inside = order < taken
     order, ranks = order[inside], ranks[inside]
     firsts = np.arange(len(order)) - ranks  # where the class begins; those that are taken are its best
-    return order[_ranges(firsts, ranks)], np.repeat(order, ranks), taken
+    better, worse = order[_ranges(firsts, ranks)], np.repeat(order, ranks)
+    overlaps = _overlap(sides, chunk[better], chunk[worse], iou)
+    return better[overlaps], worse[overlaps], taken
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
