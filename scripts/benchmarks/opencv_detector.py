@@ -29,7 +29,7 @@ class OpenCvDetector:
         self._name, self._side = given.name, given.shape[2]
 
     def __call__(self, content: bytes) -> list[dict[str, Any]]:
-        image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR)
+        image: Any = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR)
         height, width = image.shape[:2]
         gain = min(self._side / height, self._side / width)
         new_w, new_h = round(width * gain), round(height * gain)
@@ -45,7 +45,7 @@ class OpenCvDetector:
         rows, scores = output[0].take(chosen, 1), best[chosen]
         classes = rows[4:].argmax(0)
         corners = rows[:2].T - rows[2:4].T / 2
-        boxes = np.concatenate([corners, rows[2:4].T], 1)
+        boxes: Any = np.concatenate([corners, rows[2:4].T], 1)
         kept = np.asarray(cv2.dnn.NMSBoxesBatched(boxes, scores, classes, THRESHOLD, IOU), np.int64).ravel()[:MOST]
         sides = np.concatenate([corners, corners + rows[2:4].T], 1)[kept]
         sides = np.clip((sides - [left, top] * 2) / ([new_w / width, new_h / height] * 2), 0, [width, height] * 2)

@@ -145,7 +145,8 @@ def _first_equal(planes: np.ndarray, best: np.ndarray) -> np.ndarray:
     count = len(planes)
     ranks = np.arange(count, 0, -1).astype(np.min_scalar_type(count))  # of equal ones, the first has the highest
     highest = ((planes == best).view(np.uint8) * ranks[:, None]).max(0)
-    return count - highest.astype(np.int64)
+    classes: np.ndarray = count - highest.astype(np.int64)
+    return classes
 
 
 class Yolo5(Layout):
