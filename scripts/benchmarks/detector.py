@@ -33,6 +33,7 @@ from benchmarks.common import Report, Subject, cores, in_threads, picture
 from benchmarks.opencv_detector import OpenCvDetector
 from benchmarks.peers import PATHS, is_installed, serving_module
 from benchmarks.services import Tables, free_port, serving
+from torchpipe_py.arguments import ArgumentParser
 
 CLIENTS = (1, 8)
 BUSY = CLIENTS[-1]
@@ -250,7 +251,7 @@ def _has(boxes: Boxes, box: np.ndarray) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the detector of the benchmark.")
+    parser = ArgumentParser(description="Write the detector of the benchmark.")
     parser.add_argument("file")
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--width", type=float, default=WIDTH)

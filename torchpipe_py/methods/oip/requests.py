@@ -232,7 +232,8 @@ def _rows(inputs: Sequence[Given], most: int, images: Images | None, node_name: 
         rows = rows or [{} for _ in range(items)]
         if items != len(rows):
             batches = f"a batch of {len(rows)} in input {first.name[:40]!r} and of {items} in input {form.name[:40]!r}"
-            raise InvalidRequest(f"{batches}: their first dimensions differ")
+            advice = "an input without a batch begins with a dimension of 1 here, as in the metadata"
+            raise InvalidRequest(f"{batches}: their first dimensions differ; {advice}")
         for row, value in zip(rows, rows_of(form, given.data), strict=True):
             row[form.name] = _decoded(given, value)
     return rows
