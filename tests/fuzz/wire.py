@@ -75,8 +75,9 @@ class EchoPipe(FakePipe):
     def dispatch(self, data: dict[str, Any], on_done: Any, timeout: float | None = None) -> None:
         if not isinstance(data.get("node_name", ""), str) or data.get("node_name"):
             raise UnknownNode("no such root")
-        data["result"] = data.get("data")
-        on_done(data, DecodeError("no image") if data["result"] == b"" else None)
+        data["result"] = result = data.get("data")
+        is_empty = isinstance(result, bytes) and not result  # an array may be a result too
+        on_done(data, DecodeError("no image") if is_empty else None)
 
 
 @dataclass
