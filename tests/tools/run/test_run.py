@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from conftest import Register, encode, picture
 from kit.backends import returns
+from kit.services import LIGHT
 from kit.videos import web_server, write_video
 from kit.waits import PROGRAM_WAIT, WAIT, eventually, run
 
@@ -94,13 +95,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(*arguments: object) -> list[str]:
-    python = "import sys; from torchpipe_py.cli import main; sys.exit(main())"
+def program(*arguments: object, path: str = "") -> list[str]:
+    python = f"import sys; sys.path.insert(0, {path!r}); from torchpipe_py.cli import main; sys.exit(main())"
     return [sys.executable, "-c", python, "run", *map(str, arguments)]
 
 
 def by_text(*arguments: object) -> list[str]:
-    return program("text.toml", *arguments, "--import", "own_code.py", "--workers", 1)
+    return program("text.toml", *arguments, "--import", "own_code.py", "--workers", 1, path=LIGHT)
 
 
 def write_files(folder: Path, **texts: str) -> Path:
