@@ -5,6 +5,7 @@ Two modules are imported where their optional libraries are in use: ``methods.tr
 
 - A pipe of tables: ``plan_pipeline``, ``Pipes``; nodes that processes share: ``shared_nodes``, ``EngineClient``.
 - Methods of a service and their routes: ``Inference``, ``Routes``, ``Served``; streams: ``Streams``.
+- A request in work: ``Call``; what reads long ones: ``Reader``.
 - Requests and answers as they are sent: ``read_request``, ``answers``, ``compression``, ``errors``, ``values``.
 - Processes, threads, logs: ``ChildProcess``, ``limit_threads``, ``describe``.
 - Statistics and pictures of a pipe: ``folded``, ``live_svg``.
@@ -21,8 +22,10 @@ from torchpipe_py.cores import NVIDIA, limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
+from torchpipe_py.methods.call import UNREAD, Call, CallState, call_from_any_thread
 from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.methods.openapi import openapi_document
+from torchpipe_py.methods.reader import Reader
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import (
     JSON,
@@ -125,9 +128,12 @@ __all__ = [
     "SINCE_START",
     "SMALL_BYTES",
     "TOTALS",
+    "UNREAD",
     "AnswerStream",
     "ArgumentParser",
     "Bound",
+    "Call",
+    "CallState",
     "Cancellable",
     "ChildProcess",
     "Control",
@@ -150,6 +156,7 @@ __all__ = [
     "Pipeline",
     "Pipes",
     "QueueTarget",
+    "Reader",
     "ReplyBudget",
     "ReplyTooLargeError",
     "RequestTooLargeError",
@@ -172,6 +179,7 @@ __all__ = [
     "add",
     "answer_of",
     "answers",
+    "call_from_any_thread",
     "check_name",
     "check_names",
     "compression",

@@ -12,8 +12,19 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from torchpipe_py import DeadlineExceeded, Overloaded
-from torchpipe_py.serving import OK, SMALL_BYTES, HttpAnswer, HttpRequest, Method, StreamSource, compression, counted
-from torchpipe_server.front.call import UNREAD, WAITING, Call
+from torchpipe_py.serving import (
+    OK,
+    SMALL_BYTES,
+    UNREAD,
+    Call,
+    CallState,
+    HttpAnswer,
+    HttpRequest,
+    Method,
+    StreamSource,
+    compression,
+    counted,
+)
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.loop import call_from_any_thread
 from torchpipe_server.front.services import Service
@@ -265,7 +276,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse_call(call, error)
         else:
             # NOTE: before Python 3.12 `wait_for` loses a cancel that comes as the body is finished.
-            if call.state is WAITING:
+            if call.state is CallState.WAITING:
                 self._start_inflated(call, method, args, inflater.take())
         call.inflating = None
 

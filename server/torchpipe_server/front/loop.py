@@ -11,6 +11,8 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
+from torchpipe_py.serving import call_from_any_thread as call_from_any_thread
+
 logger = logging.getLogger("torchpipe_server")
 
 Loop = asyncio.AbstractEventLoop
@@ -35,14 +37,6 @@ def _log(loop: Loop, context: dict[str, Any]) -> None:
         logger.debug("%s: %s", context.get("message"), error)  # a client that is gone
     else:
         logger.error("internal error: %s", context.get("message"), exc_info=error)
-
-
-def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any) -> None:
-    """Call the function on the loop's thread; does nothing once the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:  # the loop is closed
-        pass
 
 
 class Inbox:

@@ -17,6 +17,7 @@ from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
 from torchpipe_py.serving import (
     SMALL_BYTES,
     Bound,
+    Call,
     Method,
     Rpc,
     RpcRequest,
@@ -26,7 +27,6 @@ from torchpipe_py.serving import (
     joined_fields,
     parse_message,
 )
-from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.pacing import RefusalPacing

@@ -11,14 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, perf_counter, sleep
 
 from torchpipe_py import Overloaded, TorchpipeError
-from torchpipe_py.serving import HttpRequest, QueueTarget, compression, counted, deadline_ms_of, limited_ms
-from torchpipe_server.front.call import Call
+from torchpipe_py.serving import (
+    Call,
+    HttpRequest,
+    QueueTarget,
+    Reader,
+    compression,
+    counted,
+    deadline_ms_of,
+    limited_ms,
+)
 from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.pacing import RefusalPacing
-from torchpipe_server.front.reader import Reader
 from torchpipe_server.front.services import Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError

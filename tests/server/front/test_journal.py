@@ -7,10 +7,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torchpipe_server.front.call import Call
 from torchpipe_server.front.connection import ANSWERING, Connection
 from torchpipe_server.front.journal import Entry, Journal
 from torchpipe_server.wire.thrift import Framing, Message
+
+from torchpipe_py.methods.call import Call
 
 NOTHING = (None, False)
 

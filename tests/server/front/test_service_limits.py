@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torchpipe_server.front.call
 import torchpipe_server.front.connection
 from kit.clients import (
     IDL,
@@ -43,6 +42,7 @@ from torchpipe_server.front.server import TICK_SECONDS
 from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
+import torchpipe_py.methods.call
 from torchpipe_py import Overloaded
 from torchpipe_py.methods.routes import AnswerStream, Routes, Served, StreamSource, route
 from torchpipe_py.wire.errors import restated
@@ -241,7 +241,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (torchpipe_server.front.server, torchpipe_server.front.connection, torchpipe_server.front.call):
+    for module in (torchpipe_server.front.server, torchpipe_server.front.connection, torchpipe_py.methods.call):
         monkeypatch.setattr(module, "monotonic", made)
     return made
 

@@ -10,10 +10,10 @@ from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
-from torchpipe_py import DeadlineExceeded
-from torchpipe_py.serving import Cancellable, HttpRequest, Method
-from torchpipe_server.front.loop import Loop, call_from_any_thread
-from torchpipe_server.front.reader import Job, Reader
+from torchpipe_py.errors import DeadlineExceeded
+from torchpipe_py.methods.reader import Job, Reader
+from torchpipe_py.methods.routes import Cancellable, Method
+from torchpipe_py.wire.http import HttpRequest
 
 
 class CallState(Enum):
@@ -28,6 +28,16 @@ class CallState(Enum):
 WAITING, RUNNING, ANSWERED, DROPPED = CallState
 
 UNREAD = "not read by its deadline"
+
+Loop = asyncio.AbstractEventLoop
+
+
+def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any) -> None:
+    """Call the function on the loop's thread; does nothing once the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:  # the loop is closed
+        pass
 
 
 class Caller(Protocol):
@@ -82,7 +92,7 @@ class Call:
 
     def start_aside(
         self, loop: Loop, reader: Reader, method: Method, args: HttpRequest, seconds: float | None, is_logged: bool,
-        started: Callable[[], object],
+        started: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """Start the method on a thread of ``reader``, since its request takes long to read, then call ``started``.
 
@@ -99,7 +109,7 @@ class Call:
             self.timer = loop.call_later(seconds, self._expire_unread)
         self.reading = reader.submit(args.size, self._start_aside, loop, method, args, started)
 
-    def _start_aside(self, loop: Loop, method: Method, args: Any, started: Callable[[], object]) -> None:
+    def _start_aside(self, loop: Loop, method: Method, args: Any, started: Callable[[], object] | None) -> None:
         try:
             ticket = method.start(args, self.done)
         except BaseException as error:  # others' requests are here

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from kit.waits import WAIT
-from torchpipe_server.front.reader import SHORT_BYTES, Reader
 
 from torchpipe_py import Overloaded
+from torchpipe_py.methods.reader import SHORT_BYTES, Reader
 from torchpipe_py.serving import QueueTarget
 
 LONG_BYTES = 2 * SHORT_BYTES

@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torchpipe_server.front.call import ANSWERED, DROPPED, RUNNING, WAITING, Call
-from torchpipe_server.front.reader import Job, Reader
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest
+from torchpipe_py.methods.call import ANSWERED, DROPPED, RUNNING, WAITING, Call
+from torchpipe_py.methods.reader import Job, Reader
 from torchpipe_py.methods.routes import Cancellable, Method
 from torchpipe_py.wire.http import HttpRequest
 

@@ -10,8 +10,8 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py import Overloaded
-from torchpipe_py.serving import QueueTarget
+from torchpipe_py.errors import Overloaded
+from torchpipe_py.runtime.admission import QueueTarget
 
 SHORT_BYTES = 2**20
 """Longer messages have a thread of their own, so that those of this size wait for others of this size at most."""
