@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import encode, picture
 from kit.backends import Gate
 from kit.compressed import PIECES, inflating_held_back
 from kit.contract import HAS_GRPC, Asked, as_rpc
@@ -32,6 +33,7 @@ from torchpipe_py.ray.service import PipeReplica, UnhealthyError
 from torchpipe_py.runtime.record import spans, statistics
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.parameters import MOST_HEADERS
+from torchpipe_py.wire.pictures import Picture
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"backend": "Identity"}
@@ -321,6 +323,59 @@ def test_no_further_piece_is_inflated_for_a_request_that_is_cancelled() -> None:
 
     with inflating_held_back() as (begun, may_go_on):
         assert served(use, **LARGE_LIMITS) == 200
+
+
+SIZE = 200 * 150 * 3
+
+
+def test_bounds_images_that_wait_to_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``front/test_long_answers``: in bytes and by the deadline; those of clients that left are not encoded."""
+    begun, go_on, encode_now = threading.Semaphore(0), threading.Event(), Picture.encode
+
+    def encode_later(*args: Any) -> bytes:
+        begun.release()
+        assert go_on.wait(WAIT)
+        return encode_now(*args)
+
+    async def use(replica: PipeReplica) -> list[int]:
+        def start(**fields: str) -> Any:
+            return asyncio.create_task(ask(replica, INFER, encode(picture(200, 150)), accept="image/png", **fields))
+
+        first = start()
+        await asyncio.to_thread(begun.acquire, timeout=WAIT)
+        late = await start(x_deadline_ms="500")
+        leaver = start()
+        refused = await start()  # the node decodes in order
+        assert b"more than" in refused.body
+        assert b"bytes of unanswered messages (max_held_bytes)" in refused.body
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        last = start()  # there is room again
+        go_on.set()
+        return [answer.status for answer in (late, refused, await first, await last)]
+
+    monkeypatch.setattr(Picture, "encode", encode_later)
+    limits = {"max_message_bytes": 10**6, "max_held_bytes": 3 * SIZE}
+    assert served(use, {"backend": "DecodeMat"}, **limits) == [504, 429, 200, 200]
+    assert begun.acquire(blocking=False)
+    assert not begun.acquire(blocking=False), "an image was encoded in vain"
+
+
+def test_bounds_bodies_that_wait_to_be_read(reading: tuple[threading.Event, threading.Event]) -> None:
+    async def use(replica: PipeReplica) -> list[int]:
+        first = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON))
+        await asyncio.to_thread(reading[0].wait, WAIT)
+        late = await ask(replica, INFER, LONG_JSON, **JSON, x_deadline_ms="1")
+        waiting = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON, x_deadline_ms="60000"))
+        await asyncio.sleep(0)
+        refused = await ask(replica, INFER, LONG_JSON, **JSON)
+        compressed = await ask(replica, INFER, gzip.compress(LONG_JSON), **JSON, content_encoding="gzip")
+        reading[1].set()
+        return [answer.status for answer in (late, refused, compressed, await first, await waiting)]
+
+    limits = {"max_message_bytes": 10**6, "max_held_bytes": 2 * len(LONG_JSON) + 10_000}
+    assert served(use, **limits) == [504, 429, 429, 200, 200]
 
 
 class Told:

@@ -45,6 +45,7 @@ class Arguments:
     max_message_bytes: int = _argument(16 * MEBIBYTE, "bytes of a body", 64)
     max_text_bytes: int = _argument(MEBIBYTE, "bytes of all text in a body of JSON, without base64 and numbers", 64)
     max_reply_bytes: int = _argument(64 * MEBIBYTE, "bytes of an answer", 4096)
+    max_held_bytes: int = _argument(1024 * MEBIBYTE, "bytes of unanswered requests and their answers in a replica", 64)
     max_batch: int = _argument(256, "items of a request", 1)
     forward_headers: str = _argument("", "headers that backends get as parameters; as of torchpipe-serve")
     overrides: Overrides = field(default_factory=dict)

@@ -5,35 +5,45 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py import DeadlineExceeded, TorchpipeError, parse_toml, pipe
+from torchpipe_py import DeadlineExceeded, Overloaded, TorchpipeError, parse_toml, pipe
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
 from torchpipe_py.serving import (
     SMALL_BYTES,
+    UNREAD,
     Bound,
+    Call,
     Cancellable,
     Done,
     HttpAnswer,
     HttpRequest,
     Inference,
+    Method,
+    QueueTarget,
+    Reader,
     ReplyTooLargeError,
     RequestTooLargeError,
     Routes,
     RpcRequest,
     Served,
     Tables,
+    call_from_any_thread,
     compression,
     counted,
+    deadline_ms_of,
     failure,
     import_all,
     json_answer,
+    limited_ms,
     log_failure,
     logger,
     output_of,
@@ -51,6 +61,26 @@ class UnhealthyError(TorchpipeError, RuntimeError):
     code = "unavailable"
 
 
+class AwaitedCall:
+    """A call whose outcomes are awaited: its result, then its encoding if another thread has to make that."""
+
+    def __init__(self, message: Any) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.call = Call(self, message)
+        self._outcomes: asyncio.Queue[Any] = asyncio.Queue()
+
+    def reply(self, call: Call, result: Any) -> None:
+        """Pass the result, or the exception in its place, to the loop; for any thread."""
+        call_from_any_thread(self.loop, self._outcomes.put_nowait, result)
+
+    async def outcome(self) -> Any:
+        """Wait for the next outcome, and raise it if it is an error."""
+        outcome = await self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
 class ServedPipe:
     """A pipe, its routes, and its running requests. For one event loop."""
 
@@ -63,38 +93,26 @@ class ServedPipe:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def finished(
-        self, start: Callable[[Any, Done], Cancellable | None], args: Any, reader: Executor | None = None
-    ) -> Any:
-        """Wait for the outcome of a method, and raise it if it is an error. A late or cancelled request is dropped.
-
-        With a ``reader``, ``start`` runs on its thread, since it takes long.
-        """
-        result: Future[Any] = Future()
-
-        def done(outcome: Any) -> None:
-            if result.set_running_or_notify_cancel():  # unless cancelled
-                result.set_result(outcome)
-
+    @contextmanager
+    def calling(self, message: Any = None) -> Iterator[AwaitedCall]:
+        """A call of one of its methods. Leaving it by an exception, as if it is cancelled, drops the request."""
+        awaited = AwaitedCall(message)
         self._requests += 1
         self._idle.clear()
-        ticket = None
         try:
-            ticket = start(args, done) if reader is None else await _started(reader, start, args, done)
-            waiting = asyncio.wrap_future(result)
-            if ticket is not None and ticket.deadline is not None:
-                await asyncio.wait([waiting], timeout=max(0.0, ticket.deadline - perf_counter()))
-                ticket.cancel(DeadlineExceeded("not finished by its deadline"))  # no effect if it is finished
-            outcome = await waiting
+            yield awaited
+            awaited.call.settle()
         finally:
-            if ticket is not None:
-                ticket.cancel()  # if this call was cancelled
+            awaited.call.cancel()  # no effect after its answer
             self._requests -= 1
             if not self._requests:
                 self._idle.set()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+
+    async def finished(self, method: Method, args: Any) -> Any:
+        """Wait for the outcome of a method, and raise it if it is an error. A late or cancelled request is dropped."""
+        with self.calling() as awaited:
+            awaited.call.start(awaited.loop, method, args, False)
+            return await awaited.outcome()
 
     async def end(self, seconds: float) -> None:
         """Let its requests finish, then close the pipe."""
@@ -105,20 +123,38 @@ class ServedPipe:
         await asyncio.get_running_loop().run_in_executor(None, self.pipe.close, seconds)
 
 
-async def _started(reader: Executor, start: Callable[[Any, Done], Cancellable | None], args: Any, done: Done) -> Any:
-    """The ticket of a method that ``reader`` starts. If this is cancelled meanwhile, so is the ticket."""
+class HeldBytes:
+    """Bytes that unanswered requests and their answers keep in memory. For one event loop."""
 
-    def drop(reading: Future[Cancellable | None]) -> None:
-        ticket = None if reading.cancelled() or reading.exception() else reading.result()
-        if ticket is not None:
-            ticket.cancel()
+    def __init__(self, most: Bound) -> None:
+        self._most, self._size = most, 0
 
-    reading = reader.submit(start, args, done)
-    try:
-        return await asyncio.wrap_future(reading)
-    except asyncio.CancelledError:
-        reading.add_done_callback(drop)
-        raise
+    @contextmanager
+    def hold(self) -> Iterator[Hold]:
+        """The share of one request, which is released at the end."""
+        hold = Hold(self)
+        try:
+            yield hold
+        finally:
+            self._size -= hold.size
+
+    def add(self, size: int) -> None:
+        """Count ``size`` more bytes, fewer if it is negative. Raises ``Overloaded`` if there is no room for more."""
+        self._size += size
+        if size > 0 and self._size > self._most.bytes:
+            raise Overloaded(f"more than {self._most.bytes} bytes of unanswered messages ({self._most.name})", 1000)
+
+
+class Hold:
+    """The bytes that one request keeps in memory."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held, self.size = held, 0
+
+    def resize(self, size: int) -> None:
+        """Have it count ``size`` bytes. Raises ``Overloaded`` if there is no room for them."""
+        before, self.size = self.size, size
+        self._held.add(size - before)
 
 
 def _traced(served: Served, run: pipe) -> Served:
@@ -144,17 +180,26 @@ class PipeReplica:
         self._arguments, self._tables, self._folder = arguments, tables, folder
         names = ("max_message_bytes", "max_text_bytes", "max_reply_bytes")
         self._message, self._text, self._reply = (Bound(getattr(arguments, name), name) for name in names)
+        self._held = HeldBytes(Bound(arguments.max_held_bytes, "max_held_bytes"))
         os.chdir(found_folder(arguments.config, folder))
         import_all(arguments.import_code)
         self._served = self._serve(arguments.config, tables)
-        self._reader = ThreadPoolExecutor(1, "torchpipe-reader")
-        self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that compression takes one core at most
-        self._inflating = compression.InflateQueue(self._reader)
+        target = QueueTarget()
+        target.set(self._queue_target)
+        self._reader = Reader(target)
+        self._inflating = compression.InflateQueue(self._reader.executor)
+        self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that images and compression take one core at most
         self._is_at_work = False  # set by the first check, which Serve makes before it sends requests
+
+    @property
+    def _queue_target(self) -> float | None:
+        """Seconds that a request without a deadline may wait; ``None`` for the default."""
+        milliseconds = self._arguments.queue_target_ms
+        return None if milliseconds < 0 else milliseconds / 1000
 
     def _serve(self, config: str, tables: Tables) -> ServedPipe:
         run, given = pipe(plan_replica(tables)), self._arguments
-        run.limit_delays(None if given.queue_target_ms < 0 else given.queue_target_ms / 1000)
+        run.limit_delays(self._queue_target)
         usual = Inference(
             run, Path(config).stem, given.deadline_ms, given.max_batch, self._text, self._reply,
             forward_headers=given.forward_headers,
@@ -172,40 +217,79 @@ class PipeReplica:
             seconds = served.deadlines.admit(deadline_ms, priority_in(data), data.get("node_name"))
             return served.pipe.dispatch(data, lambda data, error: done(data if error is None else error), seconds)
 
+        method = Method(dict, start)
         if isinstance(given, dict):
-            return await served.finished(start, given)
-        return output_of(await served.finished(start, {"data": given}), "result")
+            return await served.finished(method, given)
+        return output_of(await served.finished(method, {"data": given}), "result")
 
     async def answer(self, request: HttpRequest, body: AsyncIterator[bytes]) -> HttpAnswer:
         """The answer to an HTTP request whose body is still to be read; every error is an answer."""
+        with self._held.hold() as hold:
+            try:
+                return await self._answered(request, body, hold)
+            except Exception as error:
+                failed = failure(error)
+                return json_answer(failed.body, failed.status, failed.headers)
+
+    async def _answered(self, request: HttpRequest, body: AsyncIterator[bytes], hold: Hold) -> HttpAnswer:
+        """The answer; raises the error in place of it."""
         read = bytearray()
-        try:
-            async for piece in body:
-                read += piece
-                check_size(len(read), self._message)
-            request.body, request.arrived = bytes(read), perf_counter()
-            served = self._served  # NOTE: read it now: it may have been exchanged
-            route, request.parameters = served.routes.find(request)
-            inflater = compression.inflater_of(request, self._message)
-            if inflater is not None:
-                if not inflater.step(SMALL_BYTES):
-                    await self._inflating.finish(inflater)
-                request.inflated(inflater.take())
-            takes_long = route.method.takes_long
-            reader = self._reader if takes_long is not None and takes_long(request) else None
-            answer: HttpAnswer = await served.finished(route.method.start, request, reader)
-            if answer.make is not None:
-                answer = await asyncio.get_running_loop().run_in_executor(None, answer.made)
-            if len(answer.body) > self._reply.bytes:
-                raise ReplyTooLargeError(len(answer.body), self._reply)
+        async for piece in body:
+            read += piece
+            check_size(len(read), self._message)
+            hold.resize(len(read))
+        request.body, request.arrived = bytes(read), perf_counter()
+        del read
+        served = self._served  # NOTE: read it now: it may have been exchanged
+        route, request.parameters = served.routes.find(request)
+        inflater = compression.inflater_of(request, self._message)
+        if inflater is not None:
+            await self._inflate(request, inflater, hold)
+        method = route.method
+        with served.calling(request) as awaited:
+            if method.takes_long is not None and method.takes_long(request):
+                seconds = self._seconds_left(request)
+                awaited.call.start_aside(awaited.loop, self._reader, method, request, seconds, False)
+            else:
+                awaited.call.start(awaited.loop, method, request, False)
+            answer: HttpAnswer = await awaited.outcome()
             accepted = request.fields.get("accept-encoding", "")
-            if len(answer.body) > SMALL_BYTES and accepted:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._writer, compression.compressed, answer, accepted)
-            return compression.compressed(answer, accepted)
-        except Exception as error:
-            failed = failure(error)
-            return json_answer(failed.body, failed.status, failed.headers)
+            if answer.make is None and (len(answer.body) <= SMALL_BYTES or not compression.coding_of(answer, accepted)):
+                return self._made(answer, accepted)
+            hold.resize(hold.size + answer.held_bytes)
+            make = partial(self._make, awaited.call, answer, accepted)
+            awaited.call.write_aside(self._writer, answer.held_bytes, make)
+            made: HttpAnswer = await awaited.outcome()
+            return made
+
+    async def _inflate(self, request: HttpRequest, inflater: compression.Inflater, hold: Hold) -> None:
+        """Inflate the body, a long one on another thread within the request's deadline."""
+        if not inflater.step(SMALL_BYTES):
+            try:
+                await asyncio.wait_for(self._inflating.finish(inflater, hold.resize), self._seconds_left(request))
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded(UNREAD) from None
+        request.inflated(inflater.take())
+        hold.resize(request.size)
+
+    def _seconds_left(self, request: HttpRequest) -> float | None:
+        """Seconds to the request's deadline, as far as that is known before its body is read."""
+        limit = limited_ms(deadline_ms_of(request), self._arguments.deadline_ms)
+        return None if limit is None else limit / 1000 - (perf_counter() - (request.arrived or 0.0))
+
+    def _make(self, call: Call, answer: HttpAnswer, accepted: str) -> None:
+        """Make and compress the body of an answer, which is the call's next outcome; for any thread."""
+        try:
+            outcome: Any = self._made(answer, accepted)
+        except BaseException as error:  # others' answers wait
+            outcome = error
+        call.done(outcome)
+
+    def _made(self, answer: HttpAnswer, accepted: str) -> HttpAnswer:
+        answer = answer.made()
+        if len(answer.body) > self._reply.bytes:
+            raise ReplyTooLargeError(len(answer.body), self._reply)
+        return compression.compressed(answer, accepted)
 
     async def rpc(self, path: str, data: bytes, fields: Mapping[str, str]) -> Any:
         """The ``WireAnswer`` to a message over gRPC with this metadata; every error is an answer."""
@@ -215,8 +299,10 @@ class PipeReplica:
         method = served.rpcs[path]
         try:
             check_size(len(data), self._message)
-            message = parse_message(method.args, data, MOST_FIELDS, self._text)
-            result = await served.finished(method.start, RpcRequest(message, fields))
+            with self._held.hold() as hold:
+                hold.resize(len(data))
+                message = parse_message(method.args, data, MOST_FIELDS, self._text)
+                result = await served.finished(method, RpcRequest(message, fields))
         except Exception as error:
             result = error
         return WireAnswer.of(method, result, self._reply)
@@ -256,8 +342,8 @@ class PipeReplica:
     async def end(self) -> None:
         """Finish accepted requests, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
-        for executor in (self._reader, self._writer):
-            executor.shutdown(wait=False)
+        self._reader.close()
+        self._writer.shutdown(wait=False)
 
     def _rebuilt(self, user_config: Any) -> ServedPipe | None:
         """A pipe for the changed configuration; ``None`` if nothing changed."""
