@@ -22,6 +22,7 @@ from torchpipe_py.backends.image.jpeg import JpegHeader
 from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, Recolor, encoded_bytes, to_color
 from torchpipe_py.backends.image.memory import DECODING, SMALL
 from torchpipe_py.backends.image.pillow import PillowDecoder
+from torchpipe_py.backends.image.tiff import read_tiff
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signature
 from torchpipe_py.errors import DecodeError, first_line, nearest
@@ -44,7 +45,7 @@ _FORMATS: dict[str, tuple[Callable[[Bytes], ImageHeader], tuple[bytes, ...]]] = 
     "webp": (formats.read_webp, (b"RI",)),
     "bmp": (formats.read_bmp, (b"BM",)),
     "gif": (formats.read_gif, (b"GI",)),
-    "tiff": (formats.read_tiff, (b"II", b"MM")),
+    "tiff": (read_tiff, (b"II", b"MM")),
     "pnm": (formats.PnmHeader, tuple(b"P%d" % kind for kind in range(1, 7))),
     "heic": (HeifHeader, ()),
     "avif": (HeifHeader, ()),

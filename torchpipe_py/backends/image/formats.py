@@ -1,17 +1,20 @@
-"""Reads headers of image files: their size, and the memory that decoding may need. For JPEG see ``jpeg``."""
+"""Reads headers of image files: their size, and the memory that decoding may need.
+
+JPEG, TIFF and HEIC have modules of their own.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from torchpipe_py.backends.image.exif import orientation
-from torchpipe_py.errors import DecodeError, counted
+from torchpipe_py.errors import DecodeError
 
 Bytes = bytes | bytearray | memoryview
 
@@ -174,71 +177,6 @@ def read_gif(data: Bytes) -> ImageHeader:
         else:
             raise DecodeError(f"GIF: a block of type {kind} at byte {position}")
     raise DecodeError(f"GIF: no frame in its first {_GIF_BLOCKS} blocks")
-
-
-# -- TIFF 6.0 --------------------------------------------------------------------------------------------------------
-
-TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
-"""Byte orders, by the first 4 bytes."""
-
-_WIDTH, _HEIGHT, _BITS, _CHANNELS, _TILE_WIDTH, _TILE_HEIGHT = _TIFF_TAGS = 256, 257, 258, 277, 322, 323
-_TIFF_ENTRIES = 1024
-_TIFF_TILE = 4096
-"""A side in pixels, above which a tile may not be larger than its image."""
-
-
-def tiff_entries(data: Bytes, order: str, most: int = 2**16) -> Iterator[tuple[int, int, int, int]]:
-    """Tag, type, number of values and place of these, or of their address, of each entry of the first directory."""
-    (directory,) = struct.unpack_from(order + "I", data, 4)
-    (count,) = struct.unpack_from(order + "H", data, directory)
-    if count > most:
-        raise DecodeError(f"TIFF: {count} tags, more than {most}")
-    for entry in range(directory + 2, directory + 2 + 12 * count, 12):
-        yield *struct.unpack_from(order + "HHI", data, entry), entry + 8
-
-
-class TiffHeader(ImageHeader):
-    """A TIFF, whose decoders turn it themselves."""
-
-    def __init__(self, format: str, width: int, height: int, channels: int, bits: int) -> None:
-        super().__init__(format, width, height, channels, bits)
-        # OpenCV multiplies colors of 8 bits with alpha; Pillow does not read all kinds of 16 bits.
-        self.by_pillow = bits <= 8
-
-    def levels(self) -> np.ndarray | None:
-        """The upper 8 bits of 16, where OpenCV rounds."""
-        return _UPPER if self.bits == 16 else None
-
-
-_UPPER = (np.arange(2**16) >> 8).astype(np.uint8)
-
-
-def read_tiff(data: Bytes) -> ImageHeader:
-    """The size of the first image."""
-    order = TIFF_ORDERS.get(bytes(data[:4]))
-    if order is None:
-        raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
-    tags: dict[int, int] = {}
-    for tag, kind, values, place in tiff_entries(data, order, _TIFF_ENTRIES):
-        if tag not in _TIFF_TAGS:
-            continue
-        if tag in tags:
-            raise DecodeError(f"TIFF: it has the tag {tag} twice")
-        if kind not in (3, 4) or (values != 1 and tag != _BITS):
-            raise DecodeError(f"TIFF: the tag {tag} holds {values} values of type {kind}")
-        if values * (2 if kind == 3 else 4) > 4:  # the bits of each channel, elsewhere
-            (place,) = struct.unpack_from(order + "I", data, place)
-        numbers = struct.unpack_from(f"{order}{min(values, 8)}{'H' if kind == 3 else 'I'}", data, place)
-        tags[tag] = max(numbers, default=0)
-    width, height, tile_w, tile_h = (tags.get(tag, 0) for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
-    if _WIDTH not in tags or _HEIGHT not in tags or (_TILE_WIDTH in tags) != (_TILE_HEIGHT in tags):
-        raise DecodeError("TIFF: without its size, or that of its tiles")
-    channels, bits = tags.get(_CHANNELS, 1), tags.get(_BITS, 1)
-    if channels > 4 or not 1 <= bits <= 64:
-        raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
-    if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
-        raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")
-    return TiffHeader("tiff", width, height, channels, bits)
 
 
 # -- PBM, PGM, PPM ---------------------------------------------------------------------------------------------------
