@@ -60,6 +60,26 @@ def bmp(bits: int, compression: int = 0, masks: tuple[int, ...] = (), header: in
     return b"BM" + struct.pack("<IHHI", start + len(pixels), 0, 0, start) + info + pixels
 
 
+def deep_tiff(colors: int, channels: int, is_separate: bool = False, left_out: int = 0, order: str = "<") -> bytes:
+    """Random pixels of 16 bits, each strip a plane if they are separate. ``left_out`` is a tag that is missing."""
+    planes = channels if is_separate else 1
+    pixels = RANDOM.integers(0, 256, 2 * channels * WIDTH * HEIGHT, np.uint8).tobytes()
+    strip = len(pixels) // planes
+    start = 8 + 2 + 9 * 12 + 4
+    lists = {258: [16] * channels, 273: [start + 100 + strip * plane for plane in range(planes)], 279: [strip] * planes}
+    values = {256: WIDTH, 257: HEIGHT, 259: 1, 262: colors, 277: channels, 284: 1 + is_separate, **lists}
+    entries, away = b"", b""
+    for tag, value in sorted(values.items()):
+        kind, size = (4, "I") if tag in (273, 279) else (3, "H")
+        packed = b"".join(struct.pack(order + size, each) for each in (value if isinstance(value, list) else [value]))
+        place = packed.ljust(4, b"\0") if len(packed) <= 4 else struct.pack(order + "I", start + len(away))
+        away += packed if len(packed) > 4 else b""
+        name = 65000 if tag == left_out else tag
+        entries += struct.pack(order + "HHI", name, kind, len(packed) // struct.calcsize(size)) + place
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, 9)
+    return head + entries + bytes(4) + away.ljust(100, b"\0") + pixels
+
+
 def pnm(kind: int, most: int) -> bytes:
     """Random levels, some of which are too high."""
     channels, size = 3 if kind in (3, 6) else 1, 2 if most > 255 else 1
@@ -154,6 +174,9 @@ FILES: dict[str, bytes] = {
             ("10-10-10", 32, (0x3FF00000, 0xFFC00, 0x3FF)),
         )
     },
+    **{f"bmp {cut} bytes short": saved(RGB.crop((0, 0, 33, 21)), "BMP")[:-cut] for cut in (1, 2)},
+    "bmp of pixels at the start of the file": saved(RGB, "BMP").replace(b"\x36\0\0\0", bytes(4), 1),
+    "bmp of pixels in the palette": saved(PALETTE, "BMP")[:10] + b"\x36\0\0\0" + saved(PALETTE, "BMP")[14:],
     "gif": saved(PALETTE, "GIF"),
     "gif transparent": saved(PALETTE, "GIF", transparency=3),
     "gif interlaced": saved(PALETTE, "GIF", interlace=1),
@@ -181,6 +204,20 @@ FILES: dict[str, bytes] = {
     "avif alpha": saved(ALPHA, "AVIF"),
     "tiff of two pages": saved(RGB, "TIFF", save_all=True, append_images=[RGB.rotate(180)]),
     "tiff 16 bits": cv2.imencode(".tiff", DEEP)[1].tobytes(),
+    **{
+        f"tiff 16 bits, {name}, {order}": deep_tiff(*kind, order=order)  # type: ignore[arg-type]
+        for name, kind in {
+            "rgb": (2, 3),
+            "rgb in planes": (2, 3, True),
+            "alpha": (2, 4),
+            "alpha in planes": (2, 4, True),
+            "cmyk": (5, 4),
+            "gray and alpha in planes": (1, 2, True),
+            "rgb of one channel": (2, 3, False, 277),
+            "rgb in planes of one channel": (2, 3, True, 277),
+        }.items()
+        for order in "<>"
+    },
     **{f"pnm P{kind}, {most}": pnm(kind, most) for kind in (2, 3, 5, 6) for most in (1, 7, 100, 254, 255, 1000, 65535)},
     "pnm P4": saved(GRAY.convert("1"), "PPM"),
 }

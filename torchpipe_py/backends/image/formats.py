@@ -145,8 +145,12 @@ def read_bmp(data: Bytes) -> ImageHeader:
         raise DecodeError(f"BMP: {bits} bits for a pixel; known are {', '.join(map(str, _BMP_BITS))}")
     compression = 0 if length == 12 else struct.unpack_from("<I", data, 30)[0]
     header = ImageHeader("bmp", width, abs(height))
-    # OpenCV expands five bits by a shift, and ignores most masks.
-    header.by_pillow = bits == 16 or compression in _BMP_MASKED
+    colors = 0 if bits > 8 else (0 if length == 12 else struct.unpack_from("<I", data, 46)[0]) or 2**bits
+    (start,) = struct.unpack_from("<I", data, 10)
+    is_overlapping = start < 14 + length + colors * (3 if length == 12 else 4)
+    is_short = compression == 0 and len(data) < start + (width * bits + 31) // 32 * 4 * abs(height)
+    # OpenCV expands five bits by a shift, ignores most masks, and needs the padding of the last row.
+    header.by_pillow = bits == 16 or compression in _BMP_MASKED or is_overlapping or is_short
     return header
 
 
@@ -214,11 +218,11 @@ class PnmHeader(ImageHeader):
 
 @lru_cache(16)
 def _pnm_levels(most: int, is_gray: bool, is_plain: bool) -> np.ndarray:
+    # Half to even, as Pillow rounds.
+    levels = np.arange(2**16 if most > 255 else 2**8) / most
     if most > 255 and is_gray:
-        return np.array([min(65535, round(level / most * 65535)) >> 8 for level in range(2**16)], np.uint8)
-    rounded = np.array(
-        [min(255, round(level / most * 255)) for level in range(2**16 if most > 255 else 2**8)], np.uint8
-    )
+        return (np.minimum(np.rint(levels * 65535), 65535).astype(np.uint16) >> 8).astype(np.uint8)
+    rounded = np.minimum(np.rint(levels * 255), 255).astype(np.uint8)
     if most < 255 and is_plain:
         # OpenCV has scaled these, but cuts fractions off; no two levels became one.
         scaled = np.zeros(256, np.uint8)

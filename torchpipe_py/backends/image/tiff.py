@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -13,7 +13,13 @@ from torchpipe_py.errors import DecodeError, counted
 TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 """Byte orders, by the first 4 bytes."""
 
-_WIDTH, _HEIGHT, _BITS, _CHANNELS, _TILE_WIDTH, _TILE_HEIGHT = _TIFF_TAGS = 256, 257, 258, 277, 322, 323
+_WIDTH, _HEIGHT, _BITS, _COLORS, _CHANNELS, _PLANES, _TILE_WIDTH, _TILE_HEIGHT = _TAGS = (
+    256, 257, 258, 262, 277, 284, 322, 323,
+)  # fmt: skip
+_DEPTHS = (1, 2, 4, 8, 16)
+_SEPARATE = 2  # planes, one for each channel
+_BY_OPENCV = {(0, 1), (1, 1), (0, 2), (1, 2), (2, 3)}
+"""Kinds of colors and numbers of channels of images of 16 bits: gray, also with alpha, and RGB."""
 _TIFF_ENTRIES = 1024
 _TIFF_TILE = 4096
 """A side in pixels, above which a tile may not be larger than its image."""
@@ -32,10 +38,14 @@ def tiff_entries(data: Bytes, order: str, most: int = 2**16) -> Iterator[tuple[i
 class TiffHeader(ImageHeader):
     """A TIFF, whose decoders turn it themselves."""
 
-    def __init__(self, format: str, width: int, height: int, channels: int, bits: int) -> None:
-        super().__init__(format, width, height, channels, bits)
-        # OpenCV multiplies colors of 8 bits with alpha; Pillow does not read all kinds of 16 bits.
-        self.by_pillow = bits <= 8
+    def __init__(self, tags: Mapping[int, int]) -> None:
+        super().__init__("tiff", tags[_WIDTH], tags[_HEIGHT], tags.get(_CHANNELS, 1), tags.get(_BITS, 1))
+        # OpenCV multiplies colors of 8 bits with alpha. Pillow does not read all kinds of 16 bits.
+        # NOTE: of separate planes of 16 bits, and of RGB with one channel, OpenCV leaves most pixels as they were in
+        # memory: those of other images.
+        is_separate = self.channels > 1 and tags.get(_PLANES, 1) == _SEPARATE
+        is_by_opencv = self.bits == 16 and (tags.get(_COLORS), self.channels) in _BY_OPENCV and not is_separate
+        self.by_pillow = not is_by_opencv
 
     def levels(self) -> np.ndarray | None:
         """The upper 8 bits of 16, where OpenCV rounds."""
@@ -52,7 +62,7 @@ def read_tiff(data: Bytes) -> ImageHeader:
         raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
     tags: dict[int, int] = {}
     for tag, kind, values, place in tiff_entries(data, order, _TIFF_ENTRIES):
-        if tag not in _TIFF_TAGS:
+        if tag not in _TAGS:
             continue
         if tag in tags:
             raise DecodeError(f"TIFF: it has the tag {tag} twice")
@@ -66,8 +76,8 @@ def read_tiff(data: Bytes) -> ImageHeader:
     if _WIDTH not in tags or _HEIGHT not in tags or (_TILE_WIDTH in tags) != (_TILE_HEIGHT in tags):
         raise DecodeError("TIFF: without its size, or that of its tiles")
     channels, bits = tags.get(_CHANNELS, 1), tags.get(_BITS, 1)
-    if channels > 4 or not 1 <= bits <= 64:
+    if channels > 4 or bits not in _DEPTHS:
         raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
     if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
         raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")
-    return TiffHeader("tiff", width, height, channels, bits)
+    return TiffHeader(tags)
