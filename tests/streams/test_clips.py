@@ -8,6 +8,7 @@ import struct
 import threading
 from contextlib import closing
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,15 +254,17 @@ def test_tags_in_another_encoding_stop_no_file(tmp_path, decoder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["90 clockwise", "mirrored"])
-def test_run_gives_upright_frames(tmp_path, name):
-    matrix, upright = TURNS[name]
-    turn_clip(write_clip(tmp_path / "a.mp4", picture(64, 48), frames=2), matrix)
+def test_run_gives_upright_frames(tmp_path):
+    clips, out = tmp_path / "clips", tmp_path / "out.ndjson"
+    clips.mkdir()
+    for name, (matrix, _) in TURNS.items():
+        turn_clip(write_clip(clips / f"{name}.mp4", picture(64, 48), frames=2), matrix)
     (tmp_path / "resize.toml").write_text('backend = "ResizeMat"\nresize_h = 2\nresize_w = 2\n')
-    out = tmp_path / "out.ndjson"
-    assert cli.main(["run", str(tmp_path / "resize.toml"), str(tmp_path / "a.mp4"), "--out", str(out)]) == 0
-    expected = cv2.resize(upright(picture(64, 48)), (2, 2))
-    for line in out.read_text().splitlines():
-        result = json.loads(line)["result"]
-        assert result["shape"] == [2, 2, 3]
-        assert np.abs(np.reshape(result["data"], (2, 2, 3)) - expected.astype(int)).max() < 16
+    assert cli.main(["run", str(tmp_path / "resize.toml"), str(clips / "*.mp4"), "--out", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 2 * len(TURNS)
+    for line in lines:
+        name = Path(line["path"]).stem
+        expected = cv2.resize(TURNS[name][1](picture(64, 48)), (2, 2))
+        assert line["result"]["shape"] == [2, 2, 3]
+        assert np.abs(np.reshape(line["result"]["data"], (2, 2, 3)) - expected.astype(int)).max() < 16, name

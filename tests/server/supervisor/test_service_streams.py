@@ -36,6 +36,7 @@ pytest.importorskip("av")
 
 CONFIG = 'backend = "ResizeMat"\nresize_h = 1\nresize_w = 2\n'
 SECRET = "s3cret-of-a-camera"
+QUARTERS = ("as stored", "90 clockwise", "180", "90 counterclockwise")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration, and a video of a second."""
     folder = tmp_path_factory.mktemp("streams")
     write_video(folder / "a.ts", [0] * 25)
-    turn_clip(write_clip(folder / "phone.mp4", picture(64, 48), frames=25), TURNS["90 clockwise"][0])
+    for number, name in enumerate(QUARTERS):
+        turn_clip(write_clip(folder / f"phone{number}.mp4", picture(64, 48), frames=25), TURNS[name][0])
     (folder / "small.toml").write_text(CONFIG)
     return folder
 
@@ -219,8 +221,8 @@ def service(folder: Path) -> Iterator[Followed]:
     with web_server(sends(video, over.wait)) as frozen, web_server(sends(garbage)) as garbled:
         (folder / "cameras.toml").write_text(
             '["front door"]\nsource = "a.ts"\nrepeat = true\n[yard]\nsource = "a.ts"\nrepeat = true\nfps = 5\n'
-            '[phone]\nsource = "phone.mp4"\nrepeat = true\n'
-            f'[frozen]\nsource = "http://viewer:${{CAMERA}}@127.0.0.1:{frozen}/live"\ntimeout = 0.3\n'
+            + "".join(f'[phone{number}]\nsource = "phone{number}.mp4"\nrepeat = true\nfps = 5\n' for number in range(4))
+            + f'[frozen]\nsource = "http://viewer:${{CAMERA}}@127.0.0.1:{frozen}/live"\ntimeout = 0.3\n'
             f'[garbled]\nsource = "http://viewer:{SECRET}@127.0.0.1:{garbled}/live?token={SECRET}"\n'
         )
         arguments = ("--workers", "2", "--streams", str(folder / "cameras.toml"))
@@ -255,12 +257,13 @@ def test_snapshot_is_a_jpeg_of_the_last_frame(service: Followed) -> None:
     with service.ask("/streams/yard/snapshot.jpg") as answer:
         assert (answer.status, answer.getheader("Content-Type")) == (200, "image/jpeg")
         assert cv2.imdecode(np.frombuffer(answer.read(), np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
-    eventually(lambda: service.ok("phone") > 0)
-    with service.ask("/streams/phone/snapshot.jpg") as answer:
-        shown = cv2.imdecode(np.frombuffer(answer.read(), np.uint8), cv2.IMREAD_COLOR)
-    upright = TURNS["90 clockwise"][1](picture(64, 48))
-    assert shown.shape == upright.shape
-    assert np.abs(shown.astype(int) - upright).mean() < 8
+    for number, name in enumerate(QUARTERS):
+        eventually(lambda number=number: service.ok(f"phone{number}") > 0)  # type: ignore[misc]
+        with service.ask(f"/streams/phone{number}/snapshot.jpg") as answer:
+            shown = cv2.imdecode(np.frombuffer(answer.read(), np.uint8), cv2.IMREAD_COLOR)
+        upright = TURNS[name][1](picture(64, 48))
+        assert shown.shape == upright.shape
+        assert np.abs(shown.astype(int) - upright).mean() < 8, name
     for path, status, text in (
         ("streams/yord/snapshot.jpg", 404, "no stream 'yord'; did you mean 'yard'?\n"),
         ("streams/yord/events", 404, "no stream 'yord'; did you mean 'yard'?\n"),
