@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,14 +86,17 @@ def picture(width: int, height: int) -> np.ndarray:
 
 
 def write_clip(
-    path: Path, image: np.ndarray, codec: str = "mpeg4", pixels: str = "yuv420p", frames: int = 1, **attributes: int
-) -> Path:
-    """Write frames of this image, 25 a second; ``attributes`` are those of a frame and its codec, as ``colorspace``."""
+    path: Path, image: np.ndarray, codec: str = "mpeg4", pixels: str = "yuv420p", frames: int = 1,
+    options: Mapping[str, str] | None = None, **attributes: int,
+) -> Path:  # fmt: skip
+    """Write frames of this image, 25 a second. ``options`` are the codec's, ``attributes`` those of a frame and its
+    codec, as ``colorspace``.
+    """
     av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=FPS)
         stream.height, stream.width, stream.pix_fmt = *image.shape[:2], pixels
-        stream.codec_context.max_b_frames = 0
+        stream.codec_context.max_b_frames, stream.options = 0, dict(options or {})
         for number in range(frames):
             frame = av.VideoFrame.from_ndarray(image, format="bgr24").reformat(format=pixels)
             frame.pts = number

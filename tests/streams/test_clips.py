@@ -6,7 +6,7 @@ import json
 import random
 import struct
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torchpipe_py import cli
 from torchpipe_py.plan.config import Place
 from torchpipe_py.streams.config import read_stream
 from torchpipe_py.streams.orientation import AS_STORED, Turn, turn_of_mp4
-from torchpipe_py.streams.source import Picture, read_pictures
+from torchpipe_py.streams.source import Picture, SourceError, read_pictures
 
 av = pytest.importorskip("av")
 cv2 = pytest.importorskip("cv2")
@@ -115,6 +115,42 @@ def test_clip_over_http_is_upright_and_has_its_own_clock(tmp_path, decoder, name
         found = pictures(f"http://127.0.0.1:{port}/a.mp4", decoder=decoder)
     assert [each.pts for each in found] == pytest.approx([number / FPS for number in range(5)])
     assert np.array_equal(mat(found[0]), upright(stored(write_clip(tmp_path / "b.mp4", picture(64, 48)))))
+
+
+INTERLACED = {"libx264": {"x264-params": "interlaced=1"}, "mpeg2video": {"flags": "+ildct+ilme"}}
+
+
+@pytest.mark.parametrize("codec", INTERLACED)
+def test_interlaced_frames_are_read_or_refused(tmp_path, codec):
+    """OpenCV would give what was in memory before."""
+    path = write_clip(tmp_path / "a.mkv", picture(64, 48), codec, frames=3, options=INTERLACED[codec])
+    assert np.abs(mat(pictures(path, decoder="pyav")[0]).astype(int) - picture(64, 48)).mean() < 8
+    try:
+        image, refusal = mat(pictures(path, decoder="opencv")[0]), ""
+    except SourceError as error:
+        image, refusal = picture(64, 48), str(error)
+    assert not refusal or "is it interlaced?" in refusal
+    assert np.abs(image.astype(int) - picture(64, 48)).mean() < 8
+
+
+def test_frames_before_a_lost_connection_are_all_given(tmp_path):
+    """Also those that the decoder held back to sort them."""
+    path = write_clip(tmp_path / "a.ts", picture(64, 48), "libx264", frames=20, options={"bf": "3", "tune": "film"})
+    data = path.read_bytes()
+
+    def respond(handler, number):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(2 * len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    found = 0
+    with web_server(respond) as port:
+        options = read_stream("a", {"source": f"http://127.0.0.1:{port}/a.ts", "decoder": "pyav"}, Place("streams"))
+        with closing(read_pictures(options, threading.Event())) as read, suppress(SourceError):
+            for _ in read:
+                found += 1
+    assert found == 20
 
 
 def test_ignores_matrices_that_are_no_quarter_turn():

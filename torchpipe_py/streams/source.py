@@ -18,6 +18,7 @@ from torchpipe_py.files import iter_matches, read_bytes
 from torchpipe_py.streams.config import StreamOptions
 from torchpipe_py.streams.nvdec import GpuFrames, UndecodableError, to_tensor
 from torchpipe_py.streams.orientation import AS_STORED, Turn, turn_of_frame, turn_of_mp4
+from torchpipe_py.streams.unset import retrieve_first
 
 MOST_BROKEN = 100
 """Packets in a row that cannot be decoded, after which a stream is given up."""
@@ -151,7 +152,7 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
             clock = _Clock(start, float(stream.guessed_rate or 0))
         broken = 0
         try:
-            for packet in container.demux(stream):
+            for packet in _packets(av, container, stream):
                 if stop.is_set():
                     return
                 try:
@@ -169,6 +170,17 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
                     yield frame.to_picture(clock)
         except (av.FFmpegError, OSError, ValueError) as error:
             raise _source_error(av, options, error) from error
+
+
+def _packets(av: Any, container: Any, stream: Any) -> Iterator[Any]:
+    """The packets of a stream, and an empty one, at which a decoder gives all that it holds: before an error too."""
+    try:
+        yield from container.demux(stream)
+    except (av.FFmpegError, OSError):
+        last = av.Packet()
+        last.stream = stream
+        yield last
+        raise
 
 
 def _decoding(av: Any, stream: Any, options: StreamOptions) -> Callable[[Any], list[_Decoded]]:
@@ -234,9 +246,11 @@ def _by_opencv(options: StreamOptions, stop: threading.Event) -> Iterator[Pictur
             clock = _Clock(0.0, capture.get(cv2.CAP_PROP_FPS))  # it counts from the start
         is_first = True
         while not stop.is_set():
-            is_read, mat = capture.read()
-            if not is_read:
+            if not capture.grab():
                 return
+            mat = retrieve_first(capture) if is_first else capture.retrieve()[1]
+            if mat is None:
+                raise SourceError("OpenCV cannot convert its frames: is it interlaced? PyAV can: torchpipe_py[video]")
             _check_size(mat.shape[1], mat.shape[0])
             stamp = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
             # OpenCV gives 0 for a frame without a time stamp, and OpenCV 4 a huge number where the start is unknown.
