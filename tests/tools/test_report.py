@@ -17,7 +17,7 @@ import torch
 
 from torchpipe_py.cli import main
 from torchpipe_py.tools import doctor
-from torchpipe_py.tools.export.models import torchvision_models
+from torchpipe_py.tools.export.models import INSTALL, torchvision_models
 from torchpipe_py.tools.report import (
     Axis,
     Bars,
@@ -29,6 +29,8 @@ from torchpipe_py.tools.report import (
     progress_bar,
     value_axis,
 )
+
+ROOT = Path(__file__).parents[2]
 
 # -- what the tools' reports share -------------------------------------------------------------------------------------
 
@@ -148,8 +150,9 @@ def test_broken_library_is_reported_with_remedy(package: Path) -> None:
     (package / "__init__.py").write_text("raise OSError('libcudart.so.99:\\n  no such file')", encoding="utf-8")
     with pytest.raises(ToolError) as caught:
         torchvision_models()
-    version = torch.__version__.partition("+")[0]
     assert str(caught.value) == (
         "torchvision cannot be imported (OSError: libcudart.so.99: no such file): "
-        f"pip install torchvision 'torch=={version}'; for your own model give file.py:function"
+        f"{INSTALL}; for your own model give file.py:function"
     )
+    for place in ("docs/first-model.md", "CONTRIBUTING.md", "scripts/first_model.sh"):
+        assert INSTALL.removeprefix("pip install ") in (ROOT / place).read_text(encoding="utf-8"), place

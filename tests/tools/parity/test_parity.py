@@ -409,7 +409,7 @@ def test_pixels_are_torchvisions(parity: Parity, tmp_path: Path, images: Path, m
             "--torchvision tiny_weights.v1: no such weights in torchvision; did you mean 'Tiny_Weights.V1'?",
         ),
         ("", "--torchvision : no such weights in torchvision; valid: Tiny_Weights.DEFAULT, Tiny_Weights.V1"),
-        (None, "torchvision is not installed: pip install torchvision 'torch=="),
+        (None, "torchvision is not installed: pip install torch=="),
     ],
 )
 def test_unknown_torchvision_weights_are_an_error(

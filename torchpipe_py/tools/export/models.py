@@ -24,6 +24,9 @@ from torchpipe_py.tools.export.config import Transform
 from torchpipe_py.tools.export.onnx_file import noise, one_line, quiet, required_parameters
 from torchpipe_py.tools.report import ToolError
 
+INSTALL = "pip install torch==2.14.1 torchvision==0.29.1"
+"""Installs a pair that was built together; the documentation and ``scripts`` name the same."""
+
 PRETRAINED = "pretrained"
 UNTRAINED = "random"
 """Values of ``--weights`` that are not files."""
@@ -275,16 +278,13 @@ def find_weights(weights: str, option: str, others: Iterable[str] = ()) -> Any:
 
 
 def torchvision_models() -> Any:
-    """``torchvision.models``; ``ToolError`` says what to install without replacing PyTorch."""
+    """``torchvision.models``; ``ToolError`` says what to install."""
     try:
         return _with_torchvision(partial(importlib.import_module, "torchvision.models"))
     except Exception as error:
-        import torch
-
         missing = isinstance(error, ModuleNotFoundError)
         why = "is not installed" if missing else f"cannot be imported ({one_line(error)})"
-        install = f"pip install torchvision 'torch=={torch.__version__.partition('+')[0]}'"
-        raise ToolError(f"torchvision {why}: {install}; for your own model give file.py:function") from error
+        raise ToolError(f"torchvision {why}: {INSTALL}; for your own model give file.py:function") from error
 
 
 def _with_torchvision(load: Callable[[], Any]) -> Any:
