@@ -230,7 +230,7 @@ class Series:
             logger.warning("metric %r %s", self.name, text)
 
     def stats(self) -> Family:
-        """What ``pipe.stats()`` has."""
+        """The part of ``pipe.stats()`` about metrics."""
         with self._lock:
             return self._family()
 
@@ -248,7 +248,7 @@ class Series:
         return {**family, "bounds": self.bounds} if self.kind == "histogram" else family
 
     def take_changes(self) -> Family | None:
-        """What it has counted since the last call, and the values of a gauge; ``None`` if nothing has changed."""
+        """Counts since the last call, and the values of a gauge; ``None`` if nothing has changed."""
         with self._lock:
             if not self._is_changed:
                 return None
@@ -320,7 +320,7 @@ class Metrics:
         return {name: series.stats() for name, series in list(self._series.items())}
 
     def take_changes(self) -> dict[str, Family]:
-        """What has changed since the last call, for ``merge`` in another process."""
+        """Changes since the last call, for ``merge`` in another process."""
         changes = {name: series.take_changes() for name, series in list(self._series.items())}
         return {name: family for name, family in changes.items() if family is not None}
 
@@ -391,7 +391,7 @@ def _exposed(kind: str, name: str) -> set[str]:
 
 
 def totals(metrics: Mapping[str, Family]) -> dict[str, Family]:
-    """What is left of the metrics of a process that has ended: all but gauges."""
+    """The metrics of a process that has ended: all but gauges."""
     return {name: family for name, family in metrics.items() if family["kind"] != "gauge"}
 
 

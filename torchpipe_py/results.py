@@ -1,4 +1,4 @@
-"""What a detector found in an image."""
+"""The objects that a detector found in an image."""
 
 from __future__ import annotations
 

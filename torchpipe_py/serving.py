@@ -1,4 +1,4 @@
-"""What the service and Ray Serve use of this package, beside its public names.
+"""Names of this package that the service and Ray Serve use, beside its public ones.
 
 Two modules are imported where their optional libraries are in use: ``methods.tracing`` (OpenTelemetry) and
 ``methods.rpc.messages`` (protobuf). Nothing else of the package is theirs.

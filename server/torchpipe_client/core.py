@@ -209,7 +209,7 @@ class InferMany(Call[T]):
         self._trace, self._is_single, self._priority = trace, is_single, _priority(priority)
 
     def _to_items(self, images: Iterable[Any], uuid: str) -> list[Any]:
-        """What is sent of each image. Raises ``InvalidRequest``."""
+        """The items to send, one for each image. Raises ``InvalidRequest``."""
         return [
             IDL.InferenceParams(uuid=uuid, data=to_bytes(f"images[{index}]", image))
             for index, image in enumerate(images)

@@ -1,4 +1,4 @@
-"""What a detector found in an image, as a service answers it."""
+"""The objects that a detector found in an image, as a service answers them."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _remedy(error: OSError, flag: str) -> str:
-    """What to do about an address that cannot be used; empty if it is unknown."""
+    """The remedy for an address that cannot be used; empty if it is unknown."""
     return {
         errno.EADDRINUSE: f"; another process has the port: choose another {flag}, or 0 for any free one",
         errno.EACCES: f"; ports below 1024 are for root: choose another {flag}",

@@ -108,7 +108,7 @@ def _within(context: contexts.Context, start: Start, args: Any, done: Done) -> C
 
 
 def _attributes_of(label: str) -> dict[str, str]:
-    """What OpenTelemetry's conventions call the method of this label."""
+    """Attributes of the method of this label, by OpenTelemetry's conventions."""
     protocol = protocol_of(label)
     if protocol == "http":
         verb, _, path = label.partition(" ")

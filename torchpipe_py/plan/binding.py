@@ -79,7 +79,7 @@ class BackendPlan:
         return replace(self, params=params, children=tuple(child.on_cpu() for child in self.children))
 
     def keys_read(self) -> Iterator[Collection[str] | None]:
-        """What each of its parts may read of a request's dict; see ``Backend.keys_read``."""
+        """Keys of a request's dict that its parts may read; see ``Backend.keys_read``."""
         for part in self.parts():
             yield part.cls.keys_read(part.params)
             if any(isinstance(each, FilterPlan) and each.is_custom for each in part.filters):

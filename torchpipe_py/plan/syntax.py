@@ -27,7 +27,7 @@ def explain(error: Exception, text: str) -> str:
 
 
 def _expected(line: str, problem: str) -> str:
-    """What the line should be instead, by the most likely cause; empty if that is unknown."""
+    """A hint at the right line, by the most likely cause; empty if that is unknown."""
     key, equals, value = (part.strip() for part in line.partition("="))
     value = value if value[:1] in ("'", '"', "[") else value.partition("#")[0].strip()
     first = _FIRST_CHARACTERS.get(line[:1], "") or _FIRST_CHARACTERS.get(line[:2], "")

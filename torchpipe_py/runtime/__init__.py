@@ -1,1 +1,1 @@
-"""What runs a plan: everything that has threads."""
+"""Runs plans: all modules that have threads."""

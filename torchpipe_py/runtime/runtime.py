@@ -307,7 +307,7 @@ class Runtime:
 
     @property
     def deputy(self) -> Deputy | None:
-        """What runs the calls of the calling thread, if that is the main thread; ``None`` once the pipe is closed."""
+        """The thread that runs calls of the main thread, if that calls; ``None`` once the pipe is closed."""
         if get_ident() != self._main_thread or self.inflight.refusal:
             return None
         return DEPUTY

@@ -19,7 +19,7 @@ Color = tuple[int, int, int]
 
 
 class _Shape(NamedTuple):
-    """What is drawn of a detection; ``box`` is ``None`` for a label of the whole image."""
+    """Shape and text to draw for a detection; ``box`` is ``None`` for a label of the whole image."""
 
     box: tuple[int, int, int, int] | None
     text: str

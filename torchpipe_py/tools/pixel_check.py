@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def check_pixels() -> list[Finding]:
-    """What decoders, turns, scales, colours and resizes give here; takes a second or two."""
+    """Compare decoders, turns, scales, colours and resizes with references; takes a second or two."""
     mat = made_picture()
     return [*_decoding(mat), *_turning(mat), *_reducing(), *_colours(), *_resizing(mat), *_on_gpu(mat)]
 

@@ -23,7 +23,7 @@ from torchpipe_py.training.samples import CORRUPT, WRONG, Sample
 
 CHUNK = 16
 TRIAL = "a small image"
-"""What messages call the image that pipes and transforms are tried on."""
+"""The name in messages of the image that pipes and transforms are tried on."""
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 

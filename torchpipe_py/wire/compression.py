@@ -115,7 +115,7 @@ class InflateQueue:
 
 
 def inflater_of(request: HttpRequest, most: Bound) -> Inflater | None:
-    """What inflates the body of the request; ``None`` if it is not compressed.
+    """The inflater of the request's body; ``None`` if it is not compressed.
 
     Raises ``UnsupportedEncodingError`` for another coding than gzip and deflate, or for several.
     """

@@ -175,7 +175,7 @@ class HttpService:
         return route.method, request
 
     def inflater(self, request: HttpRequest) -> compression.Inflater | None:
-        """What inflates the body; ``None`` if it is not compressed. Raises ``UnsupportedEncodingError``."""
+        """The inflater of the body; ``None`` if it is not compressed. Raises ``UnsupportedEncodingError``."""
         return compression.inflater_of(request, self._body) if "content-encoding" in request.fields else None
 
     def takes_long(self, request: HttpRequest, result: Any) -> bool:

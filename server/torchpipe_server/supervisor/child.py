@@ -132,7 +132,7 @@ class Child:
                 self.kill(reason)
 
     def problem(self, hang_seconds: float, start_seconds: float) -> Reason | None:
-        """What is wrong with it, if anything; called every ``LOOK_SECONDS``. 0 seconds means no limit."""
+        """Why it is unhealthy, if it is; called every ``LOOK_SECONDS``. 0 seconds means no limit."""
         # NOTE: a worker without progress would not accept the link.
         is_unlinked = self._makes_progress and not self._heartbeat.is_linked
         self.unlinked_looks = self.unlinked_looks + 1 if is_unlinked else 0

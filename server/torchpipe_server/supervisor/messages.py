@@ -149,7 +149,7 @@ class Prepared(Struct, tag="prepared"):
 
 
 class Committed(Struct, tag="committed"):
-    """What was prepared is served, or why not."""
+    """The prepared model is served, or the reason why not."""
 
     change: Annotated[int, _amount]
     problem: str

@@ -260,7 +260,7 @@ class Supervisor:
 
 
 def _model_figures(figures: Figures) -> Figures:
-    """What a worker needs for the statistics of models."""
+    """The figures that a worker needs for the statistics of models."""
     nodes = {name: {key: node[key] for key in (*TOTALS, "max")} for name, node in figures["nodes"].items()}
     return {"models": figures["models"], "nodes": nodes}
 

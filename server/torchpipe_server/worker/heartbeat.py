@@ -17,7 +17,7 @@ BEAT_SECONDS = 0.5
 
 
 class Signs(NamedTuple):
-    """What a heartbeat reports.
+    """The contents of a heartbeat.
 
     ``beats``: the number of heartbeats so far. ``loop_s``: seconds since its I/O loop last made a round, in steps of
     ``BEAT_SECONDS``. ``batch_s``: seconds that the oldest batch has run. ``dead``: instances whose thread has ended.

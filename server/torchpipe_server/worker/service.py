@@ -1,4 +1,4 @@
-"""What a process runs and serves: its plan, and the standard service or a custom one."""
+"""The plan that a process runs, and the standard service or a custom one on it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ RATE_POINTS, RATE_SECONDS = 6, 1.0  # samples, and seconds between them, from wh
 
 
 class _Report:
-    """What this worker records about a stream besides ``Streams.stats``."""
+    """Records of this worker about a stream, besides ``Streams.stats``."""
 
     def __init__(self) -> None:
         self.before: Counter[str] = Counter()  # totals of earlier readers of the stream

@@ -21,7 +21,7 @@ from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline
 
 _SUFFIXES = {"jpeg": ".jpg", "png": ".png", "webp": ".webp", "bmp": ".bmp", "tiff": ".tiff", "pnm": ".ppm"}
-"""What OpenCV encodes."""
+"""Formats that OpenCV encodes."""
 _OF_PILLOW = ("gif", "avif")
 
 

@@ -115,7 +115,7 @@ def encoded_bytes(value: Any) -> np.ndarray:
 
 
 def _instead_of(value: Any) -> str:
-    """What to pass in place of a value that is no encoded image; empty if nothing is known."""
+    """A hint at the value to pass in place of one that is not an encoded image; empty if nothing is known."""
     if isinstance(value, str):
         return '; of a file they are Path(...).read_bytes(), in JSON {"b64": "…"}'
     if isinstance(value, os.PathLike):

@@ -114,7 +114,7 @@ class ModelBackend(Backend):
     outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
     scales: Mapping[int, Scale] | None = {}
-    """What each input that has ``mean`` or ``std`` is normalised by; ``None`` if the model does not declare shapes."""
+    """The scale of each input that has ``mean`` or ``std``; ``None`` if the model does not declare shapes."""
     _is_checked = False
     _allowed: Shapes = ()  # of the last request: most requests have the same
 

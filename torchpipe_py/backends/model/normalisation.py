@@ -29,7 +29,7 @@ class NormalisationError(ConfigError):
 
 @dataclass(frozen=True)
 class Scale:
-    """What an input is normalised by: one number for all of it, or one for each channel; empty means 0 or 1.
+    """Mean and standard deviation of an input: one number for all of it, or one for each channel; empty means 0 or 1.
 
     ``axis`` is the dimension of the channels, counted from the last, which is -1.
     """

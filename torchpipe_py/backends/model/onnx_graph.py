@@ -431,7 +431,7 @@ def scalar_tensors(file: ModelFile) -> set[str]:
 
 
 def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
-    """What inputs and outputs of an ONNX file no request can have or get, as far as it says; none for other files.
+    """Inputs and outputs of an ONNX file that no request can have or get, as far as it says; none for other files.
 
     An input may be a scalar where the node ``takes_scalars``.
     """

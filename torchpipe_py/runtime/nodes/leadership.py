@@ -11,7 +11,7 @@ from torchpipe_py.runtime.nodes.queues import RequestQueue
 
 
 class LeaderState(Enum):
-    """What the leader of a node does. Every other instance computes a batch, or follows: it sleeps until it leads."""
+    """The state of a node's leader. Every other instance computes a batch, or follows: it sleeps until it leads."""
 
     VACANT = "no instance leads: all compute"
     COLLECTING = "the leader collects the next batch"
@@ -52,7 +52,7 @@ class Leadership:
 
     @property
     def state(self) -> LeaderState:
-        """What the leader does at this moment."""
+        """The state of the leader at this moment."""
         return self._state
 
     def idle_count(self) -> int:

@@ -1,4 +1,4 @@
-"""What a node is connected to: it gets this once, before its first request."""
+"""The connections of a node, which it gets once, before its first request."""
 
 from __future__ import annotations
 

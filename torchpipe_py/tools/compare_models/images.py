@@ -82,13 +82,13 @@ Function = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Source:
-    """What gives a result for an image, and its name in reports: a TOML file, its tables, or a function."""
+    """A source of results for images, and its name in reports: a TOML file, its tables, or a function."""
 
     name: str
     config: str | Mapping[str, Any] | Function
 
     def open(self, stack: ExitStack) -> Runner:
-        """What runs it, closed with ``stack``. Raises like ``pipe``, and ``ToolError`` for several roots."""
+        """Its runner, closed with ``stack``. Raises like ``pipe``, and ``ToolError`` for several roots."""
         return FunctionRunner(self.name, self.config) if callable(self.config) else self.open_pipe(stack)
 
     def open_pipe(self, stack: ExitStack) -> PipeRunner:
@@ -99,7 +99,7 @@ class Source:
 
 
 class Runner(Protocol):
-    """What gives a result for each image; ``config`` is its name in messages, ``batch`` how many it runs at once.
+    """Computes a result for each image; ``config`` is its name in messages, ``batch`` how many it runs at once.
 
     ``is_function``: a function of the user, not a pipe.
     """
@@ -194,4 +194,4 @@ class Recorded:
 
 
 _OF_RESULTS = (TASK_RESULT_KEY, TASK_COLOR_KEY, TASK_ERROR_KEY, "score")
-"""What ``results.read`` reads."""
+"""The value that ``results.read`` reads."""

@@ -1,4 +1,4 @@
-"""What is measured on a pair of results, by their kind."""
+"""Measures of a pair of results, by their kind."""
 
 from __future__ import annotations
 

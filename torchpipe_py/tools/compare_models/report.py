@@ -93,7 +93,7 @@ def class_rows(outcome: Comparison) -> list[tuple[str, str]]:
 
 
 def measure_rows(outcome: Comparison) -> list[tuple[str, ...]]:
-    """What is measured, median, mean, worst and the worst image's name; of results that are neither classes nor pixels.
+    """A row for each measure (median, mean, worst, the worst image's name) of results but classes and pixels.
 
     Those have rows of their own.
     """

@@ -18,7 +18,7 @@ DEFAULT_IMAGES = 0.99
 
 
 class Verdict(enum.Enum):
-    """What images show about a limit: an interval of 95 % lies on one side of it, or contains it."""
+    """The verdict of images on a limit: an interval of 95 % lies on one side of it, or contains it."""
 
     WITHIN = "within"
     BEYOND = "beyond"
@@ -112,7 +112,7 @@ def _limit(measure: Measure, value: float, images: float) -> Limit:
 
 @dataclass(frozen=True)
 class Finding:
-    """What ``images`` images show about a limit.
+    """The evidence of ``images`` images about a limit.
 
     ``found`` is the mean of how far each is beyond it, within ``low`` to ``high`` with a probability of 95 %;
     ``needed`` is about how many images like these would decide, if they have not.

@@ -1,4 +1,4 @@
-"""What an ONNX file seems to be: kind, postprocessor and pixels, from its metadata, shapes and one run.
+"""Guesses about an ONNX file: kind, postprocessor and pixels, from its metadata, shapes and one run.
 
 Where there are two readings, ``Reading.notes`` has the other one, and the key that chooses it.
 """

@@ -109,7 +109,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:
-    """What is worse in B by more than ``percent``: lower throughput, higher p99, or no result at all."""
+    """Figures that are worse in B by more than ``percent``: lower throughput, higher p99, or no result at all."""
     lines = []
     for title in ("QPS", "results/s"):
         before, after = a[_FIGURES[title]], b[_FIGURES[title]]

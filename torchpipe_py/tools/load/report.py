@@ -191,7 +191,7 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    """What the figures are good for."""
+    """The verdict on the figures."""
     failed = report["images_failed"]
     if report["interrupted"]:
         return "INTERRUPTED: the numbers are of a part of it"

@@ -36,7 +36,7 @@ ITEMS_PER_JOB = 4
 
 
 class Workers(Protocol):
-    """What runs jobs: processes of this machine, or actors of a Ray cluster."""
+    """Runs jobs: processes of this machine, or actors of a Ray cluster."""
 
     @property
     def has_room(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""What a run is: configuration, files, code and arguments, which have to be the same for it to be resumed."""
+"""The identity of a run: configuration, files, code and arguments, which must be the same to resume it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchpipe_py.tools.run.sources import is_url
 
 
 def identity_of(args: argparse.Namespace, tables: Tables, plan: Pipeline, kind: str) -> dict[str, dict[str, Any]]:
-    """What has to be the same for a run to be resumed: configuration, files that it names, code, arguments."""
+    """All that must be the same to resume a run: hashes of the configuration, its files and code, and arguments."""
     is_anywhere = os.path.isabs(args.source) or is_url(args.source)
     return {
         "configuration": {args.config: _digest(json.dumps(tables, default=str, sort_keys=True).encode())},

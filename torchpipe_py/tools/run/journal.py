@@ -1,4 +1,4 @@
-"""What a run has finished: the lines in OUT.partial, and OUT.lock, which says of which run they are."""
+"""The finished part of a run: the lines in OUT.partial, and OUT.lock, which says of which run they are."""
 
 from __future__ import annotations
 

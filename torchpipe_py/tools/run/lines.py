@@ -35,7 +35,7 @@ _HASH = b', "sha256": "'
 
 @dataclass(frozen=True)
 class Settings:
-    """What the lines of a run depend on, beside their items.
+    """Settings that the lines of a run depend on, beside their items.
 
     ``config`` are the tables of the TOML; ``folder`` is where pictures are written, empty without them.
     """

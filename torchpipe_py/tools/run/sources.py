@@ -45,7 +45,7 @@ class Unreadable(TorchpipeError):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a line of the output is about: a file, a member of a tar, or a frame of a video.
+    """The subject of a line of the output: a file, a member of a tar, or a frame of a video.
 
     ``path`` is the path as it was given, that of a member ``TAR/NAME``. ``where`` is the path or URL that a worker
     reads; without it, ``load`` gives the bytes of a member or the pixels of a frame, H×W×3 ``uint8`` BGR or RGB, once,

@@ -52,7 +52,7 @@ class _Worker:
         self._by_content = settings.by_content
         self._maker = LineMaker(settings, processes, self._finished.put)
         self._held: dict[int, tuple[Job, Any, str]] = {}
-        """What was read and hashed, until the parent says whether it is to run."""
+        """The content that was read and hashed, until the parent says whether it is to run."""
         self._readers = ThreadPoolExecutor(READERS, "torchpipe-read")
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What may change in a configuration: processes, its shape and settings of nodes, but never what it computes."""
+"""Changes of a configuration: processes, its shape and settings of nodes, but never what it computes."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def judge(yours: Trial, finalists: Sequence[Trial], goal: Goal) -> Verdict:
 
 
 def _share_held(trial: Trial, yours: Trial, goal: Goal) -> float:
-    """What a trial does in open loops, as a share of what the file does."""
+    """The rate of a trial in open loops, as a share of that of the file."""
     return trial.limit / yours.limit if goal.rate is None else yours.p99 / trial.p99
 
 

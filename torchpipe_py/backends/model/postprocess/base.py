@@ -1,4 +1,4 @@
-"""What a postprocessor is, and how one is named in a configuration."""
+"""Base of postprocessors, and their names in a configuration."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     Detr,
     DetrRows,
     EndToEnd,
-    Found,
     Layout,
     Listed,
     Model,
+    Objects,
     Size,
     Yolo,
     Yolo5,
@@ -197,10 +197,10 @@ class Detector(Postprocessor):
         size = input_size(item[TASK_DATA_KEY])
         back = self.origin.way_back(item, size)
         read = self.layout.read_reduced if is_reduced else self.layout.read
-        scores, found = self.choose(read(arrays, settings.threshold, size), settings)
-        return self.result(scores, found, arrays, size, back)
+        scores, objects = self.choose(read(arrays, settings.threshold, size), settings)
+        return self.result(scores, objects, arrays, size, back)
 
-    def choose(self, candidates: Candidates, settings: Settings) -> tuple[np.ndarray, Found]:
+    def choose(self, candidates: Candidates, settings: Settings) -> tuple[np.ndarray, Objects]:
         """The candidates that are detections, the best first: their scores, and the rest of them."""
         assert self.layout is not None
         scores = candidates.scores
@@ -210,28 +210,28 @@ class Detector(Postprocessor):
         kept, decided, most = NO_BOXES, 0, max(FIRST_CANDIDATES, 2 * settings.max_det)  # these are mostly enough
         while True:
             part = order[:most]
-            found = candidates.at(part)
-            if not np.isfinite(found.boxes).all():
+            objects = candidates.at(part)
+            if not np.isfinite(objects.boxes).all():
                 raise self.origin.not_finite("boxes")
             if settings.classes is not None:
-                wanted = np.isin(found.classes, [*settings.classes])
-                part, found = part[wanted], _rows(found, wanted)
+                wanted = np.isin(objects.classes, [*settings.classes])
+                part, objects = part[wanted], _rows(objects, wanted)
             if not self.layout.needs_nms:
                 kept = np.arange(min(len(part), settings.max_det))
             else:
-                classes = np.zeros_like(found.classes) if settings.class_agnostic else found.classes
-                kept = suppress(found.boxes, classes, settings.iou, settings.max_det, kept, decided)
+                classes = np.zeros_like(objects.classes) if settings.class_agnostic else objects.classes
+                kept = suppress(objects.boxes, classes, settings.iou, settings.max_det, kept, decided)
                 decided = len(part)
             if len(kept) == settings.max_det or most >= len(order):
                 break
             most *= 4
-        return scores[part[kept]], _rows(found, kept)
+        return scores[part[kept]], _rows(objects, kept)
 
     def result(
-        self, scores: np.ndarray, found: Found, arrays: Sequence[np.ndarray], size: Size, back: WayBack
+        self, scores: np.ndarray, objects: Objects, arrays: Sequence[np.ndarray], size: Size, back: WayBack
     ) -> Detections:
         """The detections on the original image; ``arrays`` are the outputs, ``size`` is that of the model's input."""
-        return Detections(self.on_original(found.boxes, back), scores, found.classes, self.names)
+        return Detections(self.on_original(objects.boxes, back), scores, objects.classes, self.names)
 
     def on_original(self, boxes: np.ndarray, back: WayBack) -> np.ndarray:
         """Boxes K×4 in pixels of the original image, clipped to it."""
@@ -247,8 +247,10 @@ def best_first(scores: np.ndarray, threshold: float) -> np.ndarray:
     return ordered.astype(np.int64)
 
 
-def _rows(found: Found, chosen: np.ndarray) -> Found:
-    return Found(found.boxes[chosen], found.classes[chosen], found.extra[chosen] if len(found.extra) else found.extra)
+def _rows(objects: Objects, chosen: np.ndarray) -> Objects:
+    return Objects(
+        objects.boxes[chosen], objects.classes[chosen], objects.extra[chosen] if len(objects.extra) else objects.extra
+    )
 
 
 def input_size(data: Any) -> Size:

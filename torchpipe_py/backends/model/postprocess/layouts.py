@@ -16,7 +16,7 @@ MOST_ROWS = 1000
 Size = tuple[int, int]
 
 
-class Found(NamedTuple):
+class Objects(NamedTuple):
     """Some candidates: ``boxes`` K×4 float32, [left, top, right, bottom] in pixels of the input; ``classes`` K.
 
     ``extra`` K×E is what follows in their rows.
@@ -31,11 +31,11 @@ class Candidates(NamedTuple):
     """All boxes of an item: ``scores`` float32 K; ``at(indices)`` computes the rest for some of them."""
 
     scores: np.ndarray
-    at: Callable[[np.ndarray], Found]
+    at: Callable[[np.ndarray], Objects]
 
 
 class Model(NamedTuple):
-    """What a layout depends on: ``outputs``; the labels' ``names``; the number of ``extra`` values after the classes.
+    """Facts that a layout depends on: ``outputs``; ``names`` of labels; the number of ``extra`` values after classes.
 
     ``options`` are keys of the node, ``metadata`` those of an ONNX file.
     """
@@ -65,7 +65,7 @@ class Layout:
     """The dimensions of that output for one item."""
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
-        """What is copied to the host, of outputs on a GPU."""
+        """The part of outputs on a GPU that is copied to the host."""
         return [outputs[index].float() if outputs[index].is_floating_point() else outputs[index] for index in self.used]
 
     used: Sequence[int] = (0,)
@@ -120,22 +120,22 @@ class Yolo(Layout):
         output, end = arrays[0], self._end
         best = output[4:end].max(0)
 
-        def at(indices: np.ndarray) -> Found:
+        def at(indices: np.ndarray) -> Objects:
             boxes = corners(output[:4].take(indices, 1).T)
             if 3 * len(indices) < len(best):
                 classes = _first_equal(output[4:end].take(indices, 1), best[indices])
             else:
                 classes = _first_equal(output[4:end], best)[indices]
-            return Found(boxes, classes, output[end:].take(indices, 1).T)
+            return Objects(boxes, classes, output[end:].take(indices, 1).T)
 
         return Candidates(best, at)
 
     def read_reduced(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         output = arrays[0]
 
-        def at(indices: np.ndarray) -> Found:
+        def at(indices: np.ndarray) -> Objects:
             rows = output.take(indices, 1)
-            return Found(corners(rows[:4].T), rows[5].astype(np.int64), rows[6:].T)
+            return Objects(corners(rows[:4].T), rows[5].astype(np.int64), rows[6:].T)
 
         return Candidates(output[4], at)
 
@@ -167,9 +167,9 @@ class Yolo5(Layout):
         likely = np.flatnonzero(~(objectness <= threshold))  # NaN, too
         scores = output[likely, 5:end] * objectness[likely, None]
 
-        def at(indices: np.ndarray) -> Found:
+        def at(indices: np.ndarray) -> Objects:
             rows = output[likely[indices]]
-            return Found(corners(rows[:, :4]), scores[indices].argmax(1), rows[:, end:])
+            return Objects(corners(rows[:, :4]), scores[indices].argmax(1), rows[:, end:])
 
         return Candidates(scores.max(1), at)
 
@@ -191,9 +191,9 @@ class EndToEnd(Layout):
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         output = arrays[0]
 
-        def at(indices: np.ndarray) -> Found:
+        def at(indices: np.ndarray) -> Objects:
             rows = output[indices]
-            return Found(rows[:, :4], rows[:, 5].astype(np.int64), rows[:, 6:])
+            return Objects(rows[:, :4], rows[:, 5].astype(np.int64), rows[:, 6:])
 
         return Candidates(output[:, 4], at)
 
@@ -235,11 +235,11 @@ class Detr(Layout):
             shifted = np.exp(logits - logits.max(1, keepdims=True))
             scores = (shifted / shifted.sum(1, keepdims=True))[:, :-1]
             return Candidates(
-                scores.max(1), lambda at: Found(corners(centred[at]) * scale, scores[at].argmax(1), nothing)
+                scores.max(1), lambda at: Objects(corners(centred[at]) * scale, scores[at].argmax(1), nothing)
             )
         flat = 0.5 * (1 + np.tanh(0.5 * logits)).ravel()  # the sigmoid; exp would overflow
         count = logits.shape[1]
-        return Candidates(flat, lambda at: Found(corners(centred[at // count]) * scale, at % count, nothing))
+        return Candidates(flat, lambda at: Objects(corners(centred[at // count]) * scale, at % count, nothing))
 
 
 class DetrRows(Layout):
@@ -266,10 +266,10 @@ class DetrRows(Layout):
         rows, nothing = arrays[0], np.empty((0, 0), np.float32)
         scale = np.array([*size[::-1]] * 2, np.float32)
 
-        def at(indices: np.ndarray) -> Found:
+        def at(indices: np.ndarray) -> Objects:
             own = rows[indices]
             classes = own[:, 5].astype(np.int64) if self._has_classes else own[:, 4:].argmax(1)
-            return Found(corners(own[:, :4]) * scale, classes, nothing)
+            return Objects(corners(own[:, :4]) * scale, classes, nothing)
 
         return Candidates(np.ascontiguousarray(rows[:, 4]) if self._has_classes else rows[:, 4:].max(1), at)
 
@@ -328,7 +328,7 @@ class Listed(Layout):
         scale = np.array([*size[::-1]] * 2 if self._is_normalised else [1] * 4, np.float32)
         scores = scores[: int(counts[0].ravel()[0])] if counts else scores
         nothing = np.empty((0, 0), np.float32)
-        return Candidates(scores, lambda at: Found(boxes[at] * scale, labels[at].astype(np.int64), nothing))
+        return Candidates(scores, lambda at: Objects(boxes[at] * scale, labels[at].astype(np.int64), nothing))
 
 
 def _is_named(output: TensorSpec, *words: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from torchpipe_py.backends.image.geometry import MAX_PIXELS
 from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.postprocess.detections import Detector, rows_of
-from torchpipe_py.backends.model.postprocess.layouts import MOST_ROWS, EndToEnd, Found, Layout, Size, Yolo, Yolo5
+from torchpipe_py.backends.model.postprocess.layouts import MOST_ROWS, EndToEnd, Layout, Objects, Size, Yolo, Yolo5
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
 from torchpipe_py.errors import ConfigError, InvalidRequest
@@ -198,16 +198,16 @@ class YoloSegments(Detector):
         return detection_outputs(bool(self.names), has_masks=True)
 
     def result(
-        self, scores: np.ndarray, found: Found, arrays: Sequence[np.ndarray], size: Size, back: WayBack
+        self, scores: np.ndarray, objects: Objects, arrays: Sequence[np.ndarray], size: Size, back: WayBack
     ) -> Detections:
-        boxes, prototypes = self.on_original(found.boxes, back), arrays[1]
+        boxes, prototypes = self.on_original(objects.boxes, back), arrays[1]
         if back.size[0] * back.size[1] > MAX_PIXELS or max(back.size) > MOST_SIDE:  # a client may have sent the size
             bounds = f"{MOST_SIDE} in a side, {MAX_PIXELS} altogether"
             raise InvalidRequest(f"masks of {back.size[1]}x{back.size[0]} pixels; at most {bounds}")
-        if not np.isfinite(prototypes).all() or not np.isfinite(found.extra).all():
+        if not np.isfinite(prototypes).all() or not np.isfinite(objects.extra).all():
             raise self.origin.not_finite("masks")
         upsampler = Upsampler(prototypes.shape[1:], size, back)
-        pairs = zip(found.extra, boxes.astype(np.float32), strict=True)
+        pairs = zip(objects.extra, boxes.astype(np.float32), strict=True)
         form, kept, masks, pixels = FORMS[self.masks], [], [], 0
         for index, (coefficients, box) in enumerate(pairs):
             pixels += math.ceil((box[2] - box[0] + 1) * (box[3] - box[1] + 1))
@@ -218,4 +218,4 @@ class YoloSegments(Detector):
             if window.pixels.any():
                 kept.append(index)
                 masks.append(form(window))
-        return Detections(boxes[kept], scores[kept], found.classes[kept], self.names, masks=tuple(masks))
+        return Detections(boxes[kept], scores[kept], objects.classes[kept], self.names, masks=tuple(masks))

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.postprocess.detections import Detector, rows_of
-from torchpipe_py.backends.model.postprocess.layouts import EndToEnd, Found, Layout, Size, Yolo
+from torchpipe_py.backends.model.postprocess.layouts import EndToEnd, Layout, Objects, Size, Yolo
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
 from torchpipe_py.errors import ConfigError
@@ -52,12 +52,12 @@ class YoloPose(Detector):
         return detection_outputs(bool(self.names), keypoints=self.shape[0] if self.layout else None)
 
     def result(
-        self, scores: np.ndarray, found: Found, arrays: Sequence[np.ndarray], size: Size, back: WayBack
+        self, scores: np.ndarray, objects: Objects, arrays: Sequence[np.ndarray], size: Size, back: WayBack
     ) -> Detections:
-        values = found.extra.reshape(len(scores), *self.shape).astype(np.float64)
+        values = objects.extra.reshape(len(scores), *self.shape).astype(np.float64)
         if not np.isfinite(values).all():
             raise self.origin.not_finite("keypoints")
         points = np.ones((len(scores), self.shape[0], 3))
         points[:, :, 2 : self.shape[1]] = values[:, :, 2:]
         points[:, :, :2] = back.points(values[:, :, :2])
-        return Detections(self.on_original(found.boxes, back), scores, found.classes, self.names, points)
+        return Detections(self.on_original(objects.boxes, back), scores, objects.classes, self.names, points)
