@@ -137,6 +137,7 @@ def test_verdict_names_longest_stage_and_remedy(
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_profiles_on_cpu(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nine steps, of three batches an epoch: the next epoch begins on its own."""
     trace, figures, checkpoint = tmp_path / "trace.json", tmp_path / "figures.json", tmp_path / "last.pt"

@@ -209,6 +209,7 @@ def test_it_learns_and_goes_on_with_the_next_epoch(folder: Path, tmp_path: Path,
 
 
 @needs_dali
+@pytest.mark.slow
 def test_it_makes_pairs_of_the_pictures_here(tmp_path: Path, capsys: Any) -> None:
     lines = ran(capsys, *options(tmp_path / "made", "--make", "--epochs", 1, "--resize", 48))
     assert lines[0].endswith("made: 47 pairs to train on, 9 to validate with")
@@ -281,6 +282,7 @@ def test_names_too_large_image(folder: Path, side: int, reason: str) -> None:
 
 
 @needs_dali
+@pytest.mark.slow
 def test_refuses_checkpoint_of_another_kind(folder: Path, tmp_path: Path, capsys: Any) -> None:
     last = tmp_path / "last.pt"
     last.write_bytes(b"junk")

@@ -74,6 +74,7 @@ def test_both_solutions_agree(trained: Path, tmp_path: Path, capsys: Any, precis
     assert report["agreement"]["largest"] < (1e-5 if precision == "fp32" else 1e-2)
 
 
+@pytest.mark.slow
 def test_the_pipe_that_was_tested_can_be_moved_and_served(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_pipe_that_was_tested_can_be_moved_and_served(
     assert first["result"] == second["result"]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_path: Path) -> None:
     load_model(trained / "last.pt", None, CLASSES)
     state = torch.load(trained / "last.pt", weights_only=True)

@@ -123,6 +123,7 @@ def test_a_state_goes_on_with_the_next_batch(packed: Path, ranks: int, monkeypat
 
 
 @needs_dali
+@pytest.mark.slow
 def test_the_script_trains_on_it(packed: Path, capsys: Any) -> None:
     options = ("--dali", "--data", packed, "--device", "cpu", "--size", 32, "--batch-size", 4, "--epochs", 8)
     assert accuracies(ran(capsys, *options, "--augment", "crop"))[-1] == (1.0, 5)
@@ -157,6 +158,7 @@ def test_damaged_files_are_named(packed: Path, capsys: Any) -> None:
 
 
 @needs_dali
+@pytest.mark.slow
 def test_names_records_of_another_kind(packed: Path, capsys: Any) -> None:
     path = packed / "val.tfrecord"
 

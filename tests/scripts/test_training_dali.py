@@ -351,6 +351,7 @@ def test_a_reader_that_ends_early_is_one_line(folder: Path) -> None:
 
 
 @needs_dali
+@pytest.mark.slow
 def test_the_script_finishes_an_epoch_that_was_stopped_at_its_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     ran(capsys, *options(folder, "--epochs", 2, "--checkpoint", whole))

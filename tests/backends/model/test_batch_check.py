@@ -85,6 +85,7 @@ class OneRow(torch.nn.Module):
         return x.view(1, -1)
 
 
+@pytest.mark.slow
 def test_checks_torch_models(tmp_path: Path) -> None:
     """An exported program says its shapes; TorchScript does not, and is tried with the first request."""
     example = torch.zeros(2, 4, 3, 3)
