@@ -312,11 +312,17 @@ def _is_redefined(known: Any, value: Any) -> bool:
 
 
 def _check_methods(cls: type) -> None:
-    """Refuse attributes that hide ``Backend`` methods; warn about unknown methods."""
+    """Refuse attributes that hide ``Backend`` methods; warn about methods of the other kind of class."""
     if issubclass(cls, Backend):
         for name in ("max", "min"):
             if not callable(getattr(cls, name)):
                 raise ConfigError(f"{cls.__name__}: {name} of a Backend is a method: def {name}(self): return …")
+        if hasattr(cls, "init") and "setup" not in vars(cls):
+            logger.warning(
+                "%s: init(config) is never called: this is a Backend. Call it setup(self), and read parameters that "
+                "are declared as attributes, name = Param(…)",
+                cls.__name__,
+            )
     elif hasattr(cls, "setup") and not hasattr(cls, "init"):
         logger.warning(
             "%s: setup() is never called: this is not a Backend. Derive from Backend, or call it init(self, config)",

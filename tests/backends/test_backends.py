@@ -305,7 +305,10 @@ def test_forward_written_for_one_dict_gets_a_hint() -> None:
 
     class OfMany:
         def forward(self, items: Any) -> Any:
-            return [item["data"]["of a list"] for item in items]
+            def of(item: Any) -> Any:
+                return item["data"]["of a list"]
+
+            return [of(item) for item in items]
 
     register_backend(OfOne)
     register_backend(OfMany)
@@ -315,6 +318,15 @@ def test_forward_written_for_one_dict_gets_a_hint() -> None:
     with pipe({"backend": "OfMany"}) as run, pytest.raises(BackendError) as raised:
         run({"data": [1]})
     assert hint not in str(raised.value)
+
+
+@pytest.mark.usefixtures("register")
+def test_warns_of_init_in_a_backend(caplog: pytest.LogCaptureFixture) -> None:
+    for content in ({"setup": print}, {}):
+        members = {"init": print, "forward_item": print, **content}
+        register_backend(type("Derived", (ItemBackend,), members), f"Derived{len(content)}")
+    (message,) = caplog.messages
+    assert message.startswith("Derived: init(config) is never called: this is a Backend. Call it setup(self)")
 
 
 @pytest.mark.usefixtures("register")

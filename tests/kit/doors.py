@@ -457,7 +457,10 @@ def over_ray(form: Callable[[Asked], Http]) -> Door:
         given.fields = dict(request.fields)
 
         async def run() -> Any:
-            return await asyncio.wait_for(house.replica.answer(given, pieces()), house.seconds)
+            try:
+                return await asyncio.wait_for(house.replica.answer(given, pieces()), house.seconds)
+            except asyncio.TimeoutError:  # not the built-in one before Python 3.11
+                raise ClientLeftError from None
 
         answer = asyncio.run(run())
         return _of_http(request, answer.status, answer.body, answer.headers)
