@@ -1,7 +1,8 @@
 """``python scripts/site_pages.py FOLDER``: README.md and docs/ as pages for mkdocs, with ``mkdocs.yml``.
 
 README.md becomes the first page, the other pages of the repository's root are beside those of ``docs``; links are
-rewritten accordingly. Files that pages link to are copied. ``api.md`` has the public names of the packages.
+rewritten accordingly. Files that pages link to are copied. ``api.md`` has the public names of the packages,
+``llms.txt`` a list of all pages.
 """
 
 from __future__ import annotations
@@ -14,11 +15,67 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
-GUIDE = {
-    "Start": "first-model configuration python models images backends own-backends migrating",
-    "Serve": "service protocols client monitoring tuning deployment scaling gpu ray",
-    "More": "training benchmarks architecture CONTRIBUTING SECURITY CHANGELOG api",
+GUIDE = {  # the order in which a reader needs them; a page that does not exist is left out
+    "Start": """
+        first-model
+        configuration
+        python
+        notebooks
+        files
+        example-sharp
+    """,
+    "Models and pictures": """
+        models
+        detectors
+        images
+        video
+        backends
+        own-backends
+        testing-backends
+    """,
+    "Serve": """
+        service
+        protocols
+        client
+        tuning
+        compile
+        warm-up
+        monitoring
+        symptoms
+    """,
+    "Deploy": """
+        deployment
+        proxy
+        scaling
+        gpu
+        gpu-memory
+        ray
+    """,
+    "Train": """
+        training
+        parity
+    """,
+    "Coming from elsewhere": """
+        migrating
+        coming-from
+        upgrading
+        versions
+    """,
+    "Reference": """
+        api
+        benchmarks
+        architecture
+        SKILL
+        CONTRIBUTING
+        SECURITY
+        CHANGELOG
+    """,
 }
+FEATURES = ["navigation.sections", "navigation.footer", "content.code.copy", "search.suggest", "search.highlight"]
+PALETTE = [
+    {"media": f"(prefers-color-scheme: {mode})", "scheme": scheme, "primary": "blue grey", "accent": "blue"}
+    for mode, scheme in (("light", "default"), ("dark", "slate"))
+]
 PACKAGES = ("torchpipe_py", "torchpipe_py.training", "torchpipe_py.ray", "torchpipe_client", "torchpipe_server")
 
 
@@ -26,7 +83,7 @@ def main(target: Path) -> None:
     """Write the pages to ``target / "pages"`` and the configuration beside them."""
     pages = target / "pages"
     pages.mkdir(parents=True)
-    for source in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]:
+    for source in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
         parts = LINK.split(source.read_text(encoding="utf-8"))  # text, "](", link, text, …
         parts[2::3] = [page_link(source, link, pages) for link in parts[2::3]]
         text = "".join(parts)
@@ -34,7 +91,30 @@ def main(target: Path) -> None:
         (pages / name).write_text(text, encoding="utf-8")
     api = "\n\n".join(["# API reference", *(f"::: {package}" for package in PACKAGES)])
     (pages / "api.md").write_text(api + "\n", encoding="utf-8")
-    (target / "mkdocs.yml").write_text(json.dumps(configuration(), indent=1), encoding="utf-8")  # JSON is YAML
+    guide = {title: [name for name in names.split() if (pages / f"{name}.md").exists()] for title, names in GUIDE.items()}
+    (pages / "llms.txt").write_text(llms(pages, guide), encoding="utf-8")
+    (target / "mkdocs.yml").write_text(json.dumps(configuration(guide), indent=1), encoding="utf-8")  # JSON is YAML
+
+
+def llms(pages: Path, guide: dict[str, list[str]]) -> str:
+    """The pages for language models (https://llmstxt.org): a link to each, with its first sentence."""
+    lines = ["# torchpipe_py", "", f"> {first_sentence(pages / 'index.md')}"]
+    for title, names in guide.items():
+        lines += ["", f"## {title}", ""]
+        for name in names:
+            path = pages / f"{name}.md"
+            heading = re.search(r"^# (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading is not None, name
+            lines.append(f"- [{heading[1]}]({name}.html): {first_sentence(path)}")
+    return "\n".join(lines) + "\n"
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a page's prose, without links and marks."""
+    text = path.read_text(encoding="utf-8")
+    prose = next((part for part in text.split("\n\n") if re.match(r"\w|\[|`(?!`)", part)), "")
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(prose.split())).replace("`", "")
+    return re.split(r"(?<=[.!?:]) (?=[A-Z])", plain)[0].rstrip(":")
 
 
 def page_link(source: Path, link: str, pages: Path) -> str:
@@ -55,10 +135,10 @@ def page_link(source: Path, link: str, pages: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def configuration() -> dict[str, object]:
+def configuration(guide: dict[str, list[str]]) -> dict[str, object]:
     """mkdocs' configuration: no fonts, icons or scripts of other hosts."""
     nav: list[dict[str, object]] = [{"torchpipe_py": "index.md"}]
-    nav += [{title: [f"{page}.md" for page in names.split()]} for title, names in GUIDE.items()]
+    nav += [{title: [f"{name}.md" for name in names]} for title, names in guide.items()]
     paths, options = [str(ROOT), str(ROOT / "server")], {"members_order": "alphabetical"}
     return {
         "site_name": "torchpipe_py",
@@ -66,7 +146,7 @@ def configuration() -> dict[str, object]:
         "nav": nav,
         "not_in_nav": "/scripts/",
         "use_directory_urls": False,
-        "theme": {"name": "material", "font": False, "features": ["navigation.sections", "content.code.copy"]},
+        "theme": {"name": "material", "font": False, "features": FEATURES, "palette": PALETTE},
         "markdown_extensions": ["tables", "toc", "pymdownx.superfences", "pymdownx.highlight"],
         "plugins": ["search", {"mkdocstrings": {"handlers": {"python": {"paths": paths, "options": options}}}}],
         "validation": {"anchors": "warn", "links": {"not_found": "warn"}},

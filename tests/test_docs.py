@@ -36,7 +36,7 @@ from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.build import plan_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README_BYTES = 12_288
 FENCED = re.compile(
     r"(?:^<!-- (?P<marks>[^\n]*) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
