@@ -188,7 +188,7 @@ class Options:
     decode_isolation: str = _option(
         Group.PROCESSES,
         "config",
-        "where decoders run: process is safest, for untrusted clients; config is what the configuration says:",
+        "where decoders run; process is safest, for untrusted clients; config means as the TOML says:",
         choices=("config", "none", "process"),
         brief="process: confine decoders (untrusted clients)",
     )
