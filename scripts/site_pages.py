@@ -98,7 +98,7 @@ def main(target: Path) -> None:
 
 def llms(pages: Path, guide: dict[str, list[str]]) -> str:
     """The pages for language models (https://llmstxt.org): a link to each, with its first sentence."""
-    lines = ["# torchpipe_py", "", f"> {first_sentence(pages / 'index.md')}"]
+    lines = ["# torchpipe_py", "", f"> {first_paragraph(pages / 'index.md')}"]
     for title, names in guide.items():
         lines += ["", f"## {title}", ""]
         for name in names:
@@ -110,11 +110,15 @@ def llms(pages: Path, guide: dict[str, list[str]]) -> str:
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a page's prose, without links and marks."""
+    """The first sentence of a page."""
+    return re.split(r"(?<=[.!?:]) (?=[A-Z])", first_paragraph(path))[0].rstrip(":")
+
+
+def first_paragraph(path: Path) -> str:
+    """The first paragraph of a page's prose, without links and marks."""
     text = path.read_text(encoding="utf-8")
     prose = next((part for part in text.split("\n\n") if re.match(r"\w|\[|`(?!`)", part)), "")
-    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(prose.split())).replace("`", "")
-    return re.split(r"(?<=[.!?:]) (?=[A-Z])", plain)[0].rstrip(":")
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(prose.split())).replace("`", "")
 
 
 def page_link(source: Path, link: str, pages: Path) -> str:
