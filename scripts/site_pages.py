@@ -76,6 +76,8 @@ PALETTE = [
     {"media": f"(prefers-color-scheme: {mode})", "scheme": scheme, "primary": "blue grey", "accent": "blue"}
     for mode, scheme in (("light", "default"), ("dark", "slate"))
 ]
+COMMANDS_ALONE = "code[data-md-copying]:has(.gp) :is(.gp, .go) { display: none; }\n"
+"""Style: what the button of a console block copies are its commands, without ``$`` and output."""
 PACKAGES = ("torchpipe_py", "torchpipe_py.training", "torchpipe_py.ray", "torchpipe_client", "torchpipe_server")
 
 
@@ -91,7 +93,9 @@ def main(target: Path) -> None:
         (pages / name).write_text(text, encoding="utf-8")
     api = "\n\n".join(["# API reference", *(f"::: {package}" for package in PACKAGES)])
     (pages / "api.md").write_text(api + "\n", encoding="utf-8")
-    guide = {title: [name for name in names.split() if (pages / f"{name}.md").exists()] for title, names in GUIDE.items()}
+    names = {path.stem for path in pages.glob("*.md")}
+    guide = {title: [name for name in listed.split() if name in names] for title, listed in GUIDE.items()}
+    (pages / "site.css").write_text(COMMANDS_ALONE, encoding="utf-8")
     (pages / "llms.txt").write_text(llms(pages, guide), encoding="utf-8")
     (target / "mkdocs.yml").write_text(json.dumps(configuration(guide), indent=1), encoding="utf-8")  # JSON is YAML
 
@@ -152,6 +156,7 @@ def configuration(guide: dict[str, list[str]]) -> dict[str, object]:
         "use_directory_urls": False,
         "theme": {"name": "material", "font": False, "features": FEATURES, "palette": PALETTE},
         "markdown_extensions": ["tables", "toc", "pymdownx.superfences", "pymdownx.highlight"],
+        "extra_css": ["site.css"],
         "plugins": ["search", {"mkdocstrings": {"handlers": {"python": {"paths": paths, "options": options}}}}],
         "validation": {"anchors": "warn", "links": {"not_found": "warn"}},
     }
