@@ -1,6 +1,6 @@
 """README and docs: every block is run or says why not, tables are the generated ones, links resolve, pages stay short.
 
-A page is read from top to bottom in one empty folder with the repository's ``configs``, ``scripts`` and ``idl``:
+A page is read from top to bottom in one empty folder with the repository's ``configs``, ``examples``, ``scripts`` and ``idl``:
 
 - ``console``: lines after ``$ `` are run by bash, and what is shown below them is what they print. ``…`` stands for
   any text, a line of ``…`` alone for any lines; where nothing is shown, nothing is compared. ``torchpipe-serve`` runs
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.build import plan_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md") for page in sorted(ROOT.glob(pattern))]
 README_BYTES = 12_288
 FENCED = re.compile(
     r"(?:^<!-- (?P<marks>[^\n]*) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -110,6 +111,7 @@ class Reader:
         self.folder = folder
         for name in ("configs", "scripts", "idl"):
             (folder / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
         # In place of the file that pages name, which a test cannot download.
         one_node(folder / "resnet50.onnx", ["n", 3, 224, 224], "GlobalAveragePool", gives=["n", 3, 1, 1])
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
