@@ -1,6 +1,7 @@
 """README and docs: every block is run or says why not, tables are the generated ones, links resolve, pages stay short.
 
-A page is read from top to bottom in one empty folder with the repository's ``configs``, ``examples``, ``scripts`` and ``idl``:
+A page is read from top to bottom in one empty folder with the repository's ``configs``, ``examples``, ``scripts`` and
+``idl``:
 
 - ``console``: lines after ``$ `` are run by bash, and what is shown below them is what they print. ``…`` stands for
   any text, a line of ``…`` alone for any lines; where nothing is shown, nothing is compared. ``torchpipe-serve`` runs
