@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import api_page
 import pytest
 from kit.models import one_node
 from kit.services import reserved_port
@@ -273,6 +274,11 @@ def test_the_readme_links_every_page() -> None:
 
 def test_the_table_of_backends_is_the_generated_one() -> None:
     assert between("docs/backends.md", "torchpipe backends --markdown") == list(markdown_table())
+
+
+def test_the_api_reference_is_that_of_the_docstrings() -> None:
+    shown = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert shown == api_page.page(), "run: python scripts/api_page.py"
 
 
 def test_the_flags_of_the_service_are_the_declared_ones() -> None:
