@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The documentation as a site, with search and an API reference: bash scripts/docs.sh [FOLDER], by default build/site.
+# The documentation as a site, with search: bash scripts/docs.sh [FOLDER], by default build/site.
 # Needs the extra docs: pip install -e '.[docs]'. Every broken link is an error, and no page loads from another host.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,8 +1,8 @@
 """``python scripts/site_pages.py FOLDER``: README.md and docs/ as pages for mkdocs, with ``mkdocs.yml``.
 
 README.md becomes the first page, the other pages of the repository's root are beside those of ``docs``; links are
-rewritten accordingly. Files that pages link to are copied. ``api.md`` has the public names of the packages,
-``llms.txt`` a list of all pages.
+rewritten accordingly. Files that pages link to are copied. ``examples/NAME/README.md`` becomes ``example-NAME.md``.
+``llms.txt`` is a list of all pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ GUIDE = {  # the order in which a reader needs them; a page that does not exist 
         protocols
         client
         tuning
-        compile
         warm-up
         monitoring
         symptoms
@@ -78,21 +77,17 @@ PALETTE = [
 ]
 COMMANDS_ALONE = "code[data-md-copying]:has(.gp) :is(.gp, .go) { display: none; }\n"
 """Style: what the button of a console block copies are its commands, without ``$`` and output."""
-PACKAGES = ("torchpipe_py", "torchpipe_py.training", "torchpipe_py.ray", "torchpipe_client", "torchpipe_server")
+PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md")
 
 
 def main(target: Path) -> None:
     """Write the pages to ``target / "pages"`` and the configuration beside them."""
     pages = target / "pages"
     pages.mkdir(parents=True)
-    for source in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
+    for source in [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]:
         parts = LINK.split(source.read_text(encoding="utf-8"))  # text, "](", link, text, …
         parts[2::3] = [page_link(source, link, pages) for link in parts[2::3]]
-        text = "".join(parts)
-        name = "index.md" if source.name == "README.md" else source.name
-        (pages / name).write_text(text, encoding="utf-8")
-    api = "\n\n".join(["# API reference", *(f"::: {package}" for package in PACKAGES)])
-    (pages / "api.md").write_text(api + "\n", encoding="utf-8")
+        (pages / page_name(source)).write_text("".join(parts), encoding="utf-8")
     names = {path.stem for path in pages.glob("*.md")}
     guide = {title: [name for name in listed.split() if name in names] for title, listed in GUIDE.items()}
     (pages / "site.css").write_text(COMMANDS_ALONE, encoding="utf-8")
@@ -125,13 +120,18 @@ def first_paragraph(path: Path) -> str:
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(prose.split())).replace("`", "")
 
 
+def page_name(source: Path) -> str:
+    """The name of a Markdown file on the site."""
+    if source.name != "README.md":
+        return source.name
+    return "index.md" if source.parent == ROOT else f"example-{source.parent.name}.md"
+
+
 def page_link(source: Path, link: str, pages: Path) -> str:
     """The target of a link of ``source`` on the site; a file that is not a page is copied to it."""
     path = (source.parent / link).resolve()
-    if path == ROOT / "README.md":
-        return "index.md"
     if path.suffix == ".md":
-        return path.name
+        return page_name(path)
     copy = pages / path.relative_to(ROOT)
     copy.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
@@ -147,7 +147,6 @@ def configuration(guide: dict[str, list[str]]) -> dict[str, object]:
     """mkdocs' configuration: no fonts, icons or scripts of other hosts."""
     nav: list[dict[str, object]] = [{"torchpipe_py": "index.md"}]
     nav += [{title: [f"{name}.md" for name in names]} for title, names in guide.items()]
-    paths, options = [str(ROOT), str(ROOT / "server")], {"members_order": "alphabetical"}
     return {
         "site_name": "torchpipe_py",
         "docs_dir": "pages",
@@ -157,7 +156,7 @@ def configuration(guide: dict[str, list[str]]) -> dict[str, object]:
         "theme": {"name": "material", "font": False, "features": FEATURES, "palette": PALETTE},
         "markdown_extensions": ["tables", "toc", "pymdownx.superfences", "pymdownx.highlight"],
         "extra_css": ["site.css"],
-        "plugins": ["search", {"mkdocstrings": {"handlers": {"python": {"paths": paths, "options": options}}}}],
+        "plugins": ["search"],
         "validation": {"anchors": "warn", "links": {"not_found": "warn"}},
     }
 
