@@ -21,7 +21,8 @@ MIB = 2**20
 
 def main() -> int:
     """Print the table; 1 without a CUDA device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("config")
     parser.add_argument("--img_dir", type=Path, required=True)
     parser.add_argument("--import", dest="imports", action="append", default=[])

@@ -11,8 +11,9 @@ import cv2
 import numpy as np
 import pytest
 from benchmarks.common import Load, Report, Subject, in_threads, run
-from examples import shapes
 from kit.training_data import FORKS
+
+from examples import shapes
 
 pytestmark = FORKS
 
