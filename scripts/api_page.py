@@ -134,7 +134,7 @@ def signature(name: str, thing: Any, is_method: bool) -> str:
         if each.kind is each.KEYWORD_ONLY and not star:
             parts.append("*")
             star = True
-        prefix = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        prefix = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
         text = getattr(each.annotation, "__forward_arg__", each.annotation)
         annotation = "" if text is each.empty else f": {text}"
         default = "" if each.default is each.empty else f"{' = ' if annotation else '='}{written(each.default)}"
