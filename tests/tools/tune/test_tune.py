@@ -17,6 +17,7 @@ import psutil
 import pytest
 from conftest import Register
 from kit.backends import returns
+from kit.measurer import FakeMeasurer, others_take, use_measurer
 from kit.models import one_node
 from kit.services import LIGHT
 from kit.waits import eventually, is_alive
@@ -26,7 +27,6 @@ from torchpipe_py.cli import main
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.proc import child
-from torchpipe_py.tools.load.measure import CpuMeter, CpuUse
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.team import Team, TeamDied
 from torchpipe_py.tools.tune import tune
@@ -39,10 +39,10 @@ from torchpipe_py.tools.tune.candidates import (
     setting_candidates,
     shapes_of,
 )
-from torchpipe_py.tools.tune.measure import NEVER_S, WARM_UP_CLIENTS, Goal, Loops, Point, Profile, Service
+from torchpipe_py.tools.tune.measure import NEVER_S, WARM_UP_CLIENTS, Goal, Loops, Point, Profile, Service, profile
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, alternatives_of, parity_of, with_alternative
 from torchpipe_py.tools.tune.report import completed, new_report, rows_of, verdict_line
-from torchpipe_py.tools.tune.search import Budget, Trial, best_first, halve, search
+from torchpipe_py.tools.tune.search import Trial, best_first, halve, search
 from torchpipe_py.tools.tune.verify import judge, limit_of, verify
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,6 +185,27 @@ CACHED = {
             "GPU decode",
             {"backend": "SyncTensor[S[DecodeTensor,ResizeTensor,OnnxTensor]]", "DecodeTensor::color": "bgr"},
         ),
+        (TOGETHER, 'at_least = "1x"', {"at_least": "1x"}),
+        (
+            PILLOW,
+            "OpenCV's area resize",
+            {
+                **{"backend": "S[DecodeMat,ResizeMat]", "ResizeMat::resize_h": 64, "PillowResizeMat::resize_h": None},
+                "ResizeMat::interpolation": "area",
+            },
+        ),
+        ({"n": {**TOGETHER["n"], "interpolation": "bicubic"}}, "bilinear interpolation", {"interpolation": "bilinear"}),
+        (TOGETHER, "CPU decode", None),
+        (
+            {"n": {"backend": "SyncTensor[S[DecodeTensor,ResizeTensor,OnnxTensor]]", **PREPARE, **DEMO_MODEL}},
+            "CPU decode",
+            {"backend": "SyncTensor[S[DecodeMat,ResizeMat,OnnxTensor]]", "DecodeMat::color": "rgb"},
+        ),
+        (
+            {"n": {"backend": "S[DecodeTensor,ResizeTensor,SyncTensor]", **PREPARE, "max": 8}},
+            "CPU decode",
+            {"backend": "S[DecodeMat,ResizeMat,SyncTensor]", "DecodeMat::color": "rgb", "max": None},
+        ),
         (TOGETHER, "fp16", None),
         (CACHED, "fp16", {"precision": "fp16", "model::cache": "a.trt.fp16"}),
     ],
@@ -193,9 +214,13 @@ def test_alternative_changes_only_keys_and_backends_of_the_file(
     nodes: dict[str, Any], name: str, other: dict[str, Any] | None
 ) -> None:
     (alternative,) = [each for each in ALTERNATIVES if each.name == name]
-    found = with_alternative(Candidate("x", tables(**nodes)), alternative)
-    expected = other and {key: value for key, value in {**nodes["n"], **other}.items() if value is not None}
-    assert (found and found.config["n"]) == expected
+    file = Candidate("x", tables(**nodes))
+    if other is None:
+        with pytest.raises(ToolError, match="no node of the file can change to it"):
+            with_alternative(file, alternative)
+    else:
+        expected = {key: value for key, value in {**nodes["n"], **other}.items() if value is not None}
+        assert with_alternative(file, alternative).config["n"] == expected
 
 
 SCALE = {"color": "rgb", "mean": "123.675, 116.28, 103.53", "std": "58.395, 57.12, 57.375"}
@@ -237,7 +262,8 @@ def test_alternative_that_loses_objects_is_not_tried(register: Register) -> None
 def test_alternatives_with_other_results_are_not_tried() -> None:
     shapes = [Candidate(WRITTEN, tables(n={**CLASSES, "interpolation": "bicubic"}))]
     found, parity, not_tried = alternatives_of(shapes, str(IMAGES), [], has_gpu=False)
-    assert [each.shape for each in found] == ["as written, nearest interpolation"]
+    resizes = ["as written, bilinear interpolation", "as written, nearest interpolation"]
+    assert [each.shape for each in found if "resize" in each.shape or "interpolation" in each.shape] == resizes
     assert parity["nearest interpolation"].startswith("the same class for ")
     assert "OpenCV's resize: no node of the file can change to it" in not_tried
     assert "fp16: there is no GPU" in not_tried
@@ -325,31 +351,6 @@ def test_engine_keeps_its_batches() -> None:
 
 
 # --- search and verdict, by a fake measurer
-
-
-class FakeMeasurer:
-    """``speed`` gives the answers per second of a candidate, on a machine that becomes slower with each loop.
-
-    Each loop takes a second of the fake clock. In open loops the p99 is that of a queue with so many answers.
-    """
-
-    def __init__(self, speed: Callable[[Candidate], float], budget_s: float = 1e6, slowing: float = 1.0) -> None:
-        self._speed, self._slowing, self.now = speed, slowing, 0.0
-        self.asked: list[str] = []
-        self.budget = Budget(budget_s, None, lambda: self.now)
-
-    def figure(self, candidate: Candidate, number: int) -> float:
-        self.now += 1.0
-        self.asked.append(str(candidate))
-        return self._speed(candidate) * self._slowing**self.now
-
-    def busy(self, candidate: Candidate) -> dict[str, float]:
-        return {"n": 1.0}
-
-    def point(self, candidate: Candidate, rate: float, number: int) -> Point:
-        self.now += 1.0
-        load = rate / self._speed(candidate)
-        return Point(rate, 0.001, 0.002 / (1 - load) if load < 1 else math.inf)
 
 
 MOST = Goal(0.02, None, [float(number) for number in range(4000)], 1.0)
@@ -446,6 +447,13 @@ def test_search_varies_written_settings_if_no_other_is_better() -> None:
     measurer, trials, base = FakeMeasurer(lambda each: 100.0 - each.workers), list[Trial](), Candidate(WRITTEN, CHAIN)
     search(shapes_of(CHAIN), known(base), measurer, measurer.budget, trials)
     assert "as written, --workers 1, n.max = 8" in [str(trial.candidate) for trial in trials]
+
+
+def test_shape_in_place_of_the_file_is_measured_first() -> None:
+    measurer, trials = FakeMeasurer(lambda each: 100.0, budget_s=1.0), list[Trial]()
+    base, other = Candidate(WRITTEN, CHAIN, workers=2), Candidate("other", CHAIN)
+    ranked = search([other], known(base), measurer, measurer.budget, trials)
+    assert [str(each.candidate) for each in ranked] == ["other, --workers 2"]
 
 
 def test_search_ends_with_its_time() -> None:
@@ -586,6 +594,27 @@ def test_replayed_times_are_repeated() -> None:
     assert goal.times[:7] == [0.0, 0.5, 3.0, 4.0, 4.5, 7.0, 8.0]
 
 
+@pytest.mark.parametrize(("lone", "seconds"), [(0.001, 0.5), (0.1, 2.0), (0.2, 3.0), (1.0, 4.0)])
+def test_first_loop_is_long_enough_for_whole_batches_of_large_images(lone: float, seconds: float) -> None:
+    asked: list[float] = []
+
+    class Recording(Service):
+        uses_gpu = False
+
+        def __init__(self) -> None:
+            """Starts nothing."""
+
+        def one_by_one(self, candidate: Candidate, seconds: float) -> Any:
+            return [lone] * 3, None
+
+        def closed_loop(self, candidate: Candidate, clients: int, seconds: float) -> float:
+            asked.append(seconds)
+            return 1 / lone
+
+    profile(Recording(), BASE, 2, ["image"], 10.0)
+    assert asked == [pytest.approx(seconds)]
+
+
 @pytest.mark.parametrize(("latency", "figure"), [(0.02, 50.0), (math.inf, 1 / 1.02)], ids=["answered", "no answer"])
 def test_figure_at_a_rate_is_the_inverse_of_the_p99(latency: float, figure: float) -> None:
     class OpenLoops(Service):
@@ -716,7 +745,7 @@ def test_pipe_over_the_gpu_memory_is_refused(start: Start) -> None:
 
 
 def report_of(**changes: Any) -> dict[str, Any]:
-    return {**new_report("x.toml", 2, 4, 0.02, None), **changes}
+    return {**new_report("x.toml", 0.02, None), **changes}
 
 
 def test_open_verdict_gives_a_reason() -> None:
@@ -752,25 +781,8 @@ def test_report_names_omitted_candidates() -> None:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMeasurer:
     """Runs of ``tune`` measure by this; two workers, in which the file is served, gain from batches of 32."""
     measurer = FakeMeasurer(lambda each: 130.0 if dict(each.settings).get("n.max") == 32 else 50.0 * each.workers)
-
-    class NoService:
-        pids, has_gpu = (), False
-
-        def __init__(self, *_: Any) -> None:
-            """Starts nothing."""
-
-        def close(self) -> None:
-            """Nothing was started."""
-
-    others_take(0.0, monkeypatch)
     base = Candidate(WRITTEN, CHAIN, workers=2)
-    monkeypatch.setattr("torchpipe_py.tools.tune.command.Service", NoService)
-    monkeypatch.setattr("torchpipe_py.tools.tune.command.profile", lambda *_: known(base))
-    monkeypatch.setattr("torchpipe_py.tools.tune.command.Loops", lambda *_: measurer)
-    monkeypatch.setattr(
-        "torchpipe_py.tools.tune.command.Budget",
-        lambda seconds, progress: Budget(seconds, progress, lambda: measurer.now),
-    )
+    use_measurer(measurer, lambda written: known(base), monkeypatch)
     return measurer
 
 
@@ -894,7 +906,7 @@ def test_ctrl_c_without_a_report_gets_one_line(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchpipe_py.tools.tune.command.load_images", interrupt)
+    monkeypatch.setattr("torchpipe_py.tools.tune.engine.load_images", interrupt)
     assert main(["tune", "ok.toml", "--img_dir", "images"]) == 130
     assert capsys.readouterr().err == "torchpipe: interrupted\n"
 
@@ -1000,12 +1012,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = child.import_path()
     monkeypatch.setattr(child, "import_path", lambda: f"{LIGHT}\n{path}")  # for the processes of the tuner
     return tmp_path
-
-
-def others_take(cores: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs keep so many cores busy, whatever runs beside this test."""
-    use = CpuUse(wall=10.0, parent=1.0, server=2.0, machine=3.0 + 10.0 * cores)
-    monkeypatch.setattr(CpuMeter, "stop", lambda self: use)
 
 
 def test_with_a_busy_neighbour_it_cannot_tell(

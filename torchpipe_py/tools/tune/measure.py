@@ -54,8 +54,12 @@ WARM_UP_CLIENTS, WARM_UP_S, WARM_UP_ON_GPU_S = 8, 0.15, 0.5
 HEAD_START_S = 0.05
 """Time for all processes to get ready for a loop, which they begin at once."""
 
-FIRST_LOOP_S, FIRST_LOOP_LONE_TIMES = 0.5, 4
-"""The least length of the first closed loop, in seconds and in times of a single request."""
+FIRST_LOOP_S, FIRST_LOOP_LONE_TIMES = (0.5, 3.0), 4
+"""The length of the first closed loop: so many seconds, as two answers of each client take, but at least so many times
+what a single request takes.
+
+NOTE: a node may decode a whole batch of large images before it answers the first one.
+"""
 
 MOST_QUEUE_S = 0.3
 """How long clients wait at most, unless they are two per core: else a slow pipe answers nothing within a loop."""
@@ -301,7 +305,9 @@ def profile(service: Service, written: Candidate, cores: int, names: Sequence[st
     lone, uses_gpu, most = statistics.median(took), service.uses_gpu, CLIENTS_PER_CORE * cores
     base = as_served(written, cores, uses_gpu)
     try:
-        answers = service.closed_loop(base, most, max(FIRST_LOOP_S, FIRST_LOOP_LONE_TIMES * lone))
+        least, longest = FIRST_LOOP_S
+        seconds = max(least, FIRST_LOOP_LONE_TIMES * lone, min(longest, 2 * CLIENTS_PER_CORE * lone))
+        answers = service.closed_loop(base, most, seconds)
     except ToolError as error:
         raise ToolError(f"the file as it is: {error}") from None
     clients = min(most, max(2 * cores, int(MOST_QUEUE_S * answers)))

@@ -1,9 +1,13 @@
-"""Settings that change results, which ``--allow-pixels`` tries, and how far the results differ."""
+"""Changes of a file that change its results: of pixels and of precision; and how far results differ by agreement.
+
+``--allow-pixels`` of ``torchpipe tune`` tries them, and so does ``torchpipe compile``, which measures what each loses.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,13 +15,14 @@ from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import canonical
 from torchpipe_py.tools.compare_models.figures import Compared, agreement, measured, objects_of
 from torchpipe_py.tools.compare_models.images import Pictures, Source, images_of
 from torchpipe_py.tools.compare_models.report import summary
 from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.tune.candidates import Candidate, copied, is_valid, with_other_sharing
+from torchpipe_py.tools.tune.candidates import Candidate, copied, with_other_sharing
 
 LEAST_AGREEMENT = 0.95
 """The least share of classes or objects that must stay the same, or the least mean IoU or cosine."""
@@ -27,26 +32,44 @@ MOST_IMAGES = 200
 
 @dataclass(frozen=True)
 class Alternative:
-    """A replaced setting, or replaced backends by the name of the old ones."""
+    """Other values of keys, or other backends by the name of the old ones, with values of theirs; of one ``part``.
+
+    Alternatives of one part exclude each other. Keys change where the backend has the values ``where``. ``needs`` is a
+    backend that the file must have. ``drops`` are keys that go, unless another backend of the node reads them.
+    """
 
     name: str
-    key: str = ""
-    value: str = ""
+    part: str
+    keys: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+    drops: tuple[str, ...] = ()
     needs_gpu: bool = False
 
 
-_GPU_TWINS = ("Decode", "Resize", "PillowResize", "ResizePad", "ResizeShorter", "LetterBox", "CenterCrop", "cvtColor")
+_TWINS = ("Decode", "Resize", "PillowResize", "ResizePad", "ResizeShorter", "LetterBox", "CenterCrop", "cvtColor")
 
-_ON_GPU = {"Mat2Tensor": "Identity", **{f"{name}Mat": f"{name}Tensor" for name in _GPU_TWINS}}
+_ON_GPU = {"Mat2Tensor": "Identity", **{f"{name}Mat": f"{name}Tensor" for name in _TWINS}}
+_ON_CPU = {f"{name}Tensor": f"{name}Mat" for name in _TWINS}
+_BY_OPENCV = {"PillowResizeMat": "ResizeMat", "PillowResizeTensor": "ResizeTensor"}
 
 ALTERNATIVES = (
-    Alternative("nearest interpolation", "interpolation", "nearest"),
-    Alternative("OpenCV's resize", backends={"PillowResizeMat": "ResizeMat", "PillowResizeTensor": "ResizeTensor"}),
-    Alternative("GPU decode", backends=_ON_GPU, needs_gpu=True),
-    Alternative("fp16", "precision", "fp16", needs_gpu=True),
+    Alternative('at_least = "2x"', "decode size", {"at_least": "2x"}),
+    Alternative('at_least = "1x"', "decode size", {"at_least": "1x"}),
+    Alternative("OpenCV's area resize", "resize", {"interpolation": "area"}, _BY_OPENCV),
+    Alternative("OpenCV's resize", "resize", {}, _BY_OPENCV),
+    Alternative("bilinear interpolation", "resize", {"interpolation": "bilinear"}),
+    Alternative("nearest interpolation", "resize", {"interpolation": "nearest"}),
+    Alternative("CPU decode", "decoder", {}, _ON_CPU, needs="DecodeTensor", drops=("max", "decoder", "unchecked")),
+    Alternative("GPU decode", "decoder", {}, _ON_GPU, needs="DecodeMat", needs_gpu=True),
+    Alternative("fp16", "precision", {"precision": "fp16"}, needs_gpu=True),
 )
-UNAVAILABLE = ("int8: torchpipe quantize makes the model and measures its loss",)
+"""Of each part, those that lose least first."""
+
+NO_GPU = "there is no GPU"
+NO_NODE = "no node of the file can change to it"
+UNAVAILABLE = ("int8: torchpipe compile makes the model and measures its loss",)
 
 
 def alternatives_of(
@@ -58,57 +81,108 @@ def alternatives_of(
     the alternative's name; and why others are not tried.
     """
     found, parity, not_tried = list[Candidate](), dict[str, str](), list(UNAVAILABLE)
-    plain = [shapes[0], *(shape for shape in shapes[1:] if not shape.heads)]
     with TemporaryDirectory() as folder:
         for number, body in enumerate([] if img_dir else images):
             Path(folder, f"{number}.jpg").write_bytes(body)
         for alternative in ALTERNATIVES:
-            changes = [change for shape in plain if (change := with_alternative(shape, alternative)) is not None]
             try:
                 if alternative.needs_gpu and not has_gpu:
-                    raise ToolError("there is no GPU")
-                if not changes:
-                    raise ToolError("no node of the file can change to it")
-                parity[alternative.name] = parity_of(shapes[0], changes[0], img_dir or folder)
+                    raise ToolError(NO_GPU)
+                other = with_alternative(shapes[0], alternative)
+                parity[alternative.name] = parity_of(shapes[0], other, img_dir or folder)
             except TorchpipeError as error:
                 not_tried.append(f"{alternative.name}: {error}")
                 continue
-            found += changes
-            if alternative.needs_gpu:  # a node that decodes on the GPU can be shared
-                found += [shared for shared in map(with_other_sharing, changes) if shared is not None]
+            found += shapes_with(shapes, [alternative])
     return found, parity, not_tried
 
 
-def with_alternative(shape: Candidate, alternative: Alternative) -> Candidate | None:
-    """The shape with an alternative; ``None`` if that changes nothing or is refused."""
+def with_alternative(shape: Candidate, alternative: Alternative) -> Candidate:
+    """The shape with an alternative. ``ToolError`` if that changes nothing, ``ConfigError`` if it cannot be planned."""
     tables = copied(shape.config, shape.config.source)
+    parts = [part for plan in shape.nodes.values() for backend in plan.backends for part in backend.parts()]
+    if alternative.needs and not any(part.cls.__name__ == alternative.needs for part in parts):
+        raise ToolError(NO_NODE)
     for name, plan in shape.nodes.items():
-        for backend in plan.backends:
-            for part in backend.parts():
+        of_node = [part for backend in plan.backends for part in backend.parts()]
+        for part in of_node:
+            if alternative.backends:
+                _keep_color(tables[name], part, alternative)
+                _drop(tables[name], part, of_node, alternative)
+            else:
                 _set(tables[name], part, alternative)
         _replace(tables[name], alternative)
     if tables == shape.config:
-        return None
-    other = replace(shape, shape=f"{shape.shape}, {alternative.name}", config=tables, alternative=alternative.name)
-    return other if is_valid(other) else None
+        raise ToolError(NO_NODE)
+    names = ", ".join(filter(None, (shape.alternative, alternative.name)))
+    other = replace(shape, shape=f"{shape.shape}, {alternative.name}", config=tables, alternative=names)
+    plan_pipeline(tables)
+    return other
+
+
+def with_alternatives(shape: Candidate, alternatives: Iterable[Alternative]) -> Candidate:
+    """The shape with all of them. Raises as ``with_alternative``."""
+    for alternative in alternatives:
+        shape = with_alternative(shape, alternative)
+    return shape
+
+
+def shapes_with(shapes: Sequence[Candidate], alternatives: Sequence[Alternative]) -> list[Candidate]:
+    """The first shape, and those without shared nodes, each with all ``alternatives`` if it can have them.
+
+    Those that decode on the GPU follow once more with such nodes shared.
+    """
+    found = list[Candidate]()
+    for shape in [shapes[0], *(shape for shape in shapes[1:] if not shape.heads)]:
+        with suppress(TorchpipeError):  # its nodes are not those of the file
+            found.append(with_alternatives(shape, alternatives))
+    if any(alternative.needs_gpu for alternative in alternatives):
+        found += [shared for shared in map(with_other_sharing, found) if shared is not None]
+    return found
 
 
 def _set(table: dict[str, Any], part: BackendPlan, alternative: Alternative) -> None:
-    """Set another value, where the backend has such a key."""
-    names = {param.key: name for name, param in part.cls.parameters().items()}
-    name = names.get(alternative.key)
-    if name is not None and part.params[name] != alternative.value:
-        table[part.keys.get(name, alternative.key)] = alternative.value
-        if alternative.key == "precision" and part.params["cache"]:  # NOTE: the user's engine must stay
-            table[part.keys["cache"]] = f"{part.params['cache']}.{alternative.value}"
-    if part.cls.__name__ == "DecodeMat" and "DecodeMat" in alternative.backends:
-        table["DecodeMat::color"] = part.params["color"]  # the default of another decoder may differ
+    """Set other values, where the backend has such keys."""
+    params = part.cls.parameters()
+    names = {param.key: name for name, param in params.items()}
+    if any(part.params.get(name) != value for name, value in alternative.where.items()):
+        return
+    for key, value in alternative.keys.items():
+        name = names.get(key)
+        if name is None or part.params[name] == value or (params[name].choices and value not in params[name].choices):
+            continue
+        table[part.keys.get(name, key)] = value
+        if key in ("precision", "model") and part.params.get("cache"):  # NOTE: the user's engine must stay
+            table[part.keys["cache"]] = f"{part.params['cache']}.{alternative.name}"
+
+
+def _keep_color(table: dict[str, Any], part: BackendPlan, alternative: Alternative) -> None:
+    """Write the color of a decoder that is replaced: another one may have another default."""
+    name = part.cls.__name__
+    if name in ("DecodeMat", "DecodeTensor") and name in alternative.backends:
+        table[f"{name}::color"] = part.params["color"]
+
+
+def _drop(table: dict[str, Any], part: BackendPlan, parts: Sequence[BackendPlan], alternative: Alternative) -> None:
+    """Drop the keys of a backend that is replaced, which the other one does not have."""
+    if part.cls.__name__ == alternative.needs:
+        read = {param.key for other in parts if other is not part for param in other.cls.parameters().values()}
+        for name, param in part.cls.parameters().items():
+            if param.key in alternative.drops and param.key not in read and name in part.keys:
+                table.pop(part.keys[name], None)
 
 
 def _replace(table: dict[str, Any], alternative: Alternative) -> None:
     """Replace backends, and the names that keys are scoped with."""
     names, written = alternative.backends, str(table.get("backend", "Identity"))
-    expression = re.sub(r"\w+", lambda name: names.get(canonical(name[0]), name[0]), written)
+    replaced = set[str]()
+
+    def other(match: re.Match[str]) -> str:
+        new = names.get(canonical(match[0]))
+        replaced.update([new] if new else [])
+        return new or match[0]
+
+    expression = re.sub(r"\w+", other, written)
     if expression == written:
         return
     old = dict(table)
@@ -116,6 +190,7 @@ def _replace(table: dict[str, Any], alternative: Alternative) -> None:
     for key, value in old.items():
         scope, mark, rest = key.partition("::")
         table[f"{names.get(scope, scope)}{mark}{rest}"] = value
+    table.update({f"{name}::{key}": value for name in sorted(replaced) for key, value in alternative.keys.items()})
     needs_stream = alternative.needs_gpu and "SyncTensor" not in written
     table["backend"] = f"SyncTensor[{expression}]" if needs_stream else expression
 

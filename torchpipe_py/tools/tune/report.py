@@ -25,9 +25,9 @@ NO_ENGINES = "engine processes for nodes without a model or GPU decoder: their w
 HEADS = ("", "measured", "gain", "95 % interval", "p99 at", "p99", "settings")
 
 
-def new_report(config: str, cores: int, images: int, slo: float | None, rate: float | None) -> dict[str, Any]:
+def new_report(config: str, slo: float | None, rate: float | None) -> dict[str, Any]:
     """The report of a run that ends at once."""
-    report: dict[str, Any] = {"config": config, "cpu_model": cpu_model(), "cores": cores, "images": images}
+    report: dict[str, Any] = {"config": config, "cpu_model": cpu_model(), "cores": 0, "images": 0, "img_dir": None}
     report |= {
         "date": datetime.now(timezone.utc).isoformat(),
         "slo_p99": slo,
@@ -143,19 +143,24 @@ def lines_of(report: Mapping[str, Any], has_table: bool = True) -> list[str]:
 # --- files
 
 
-def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
-    """Write the tuned configuration, with its origin in comments."""
+def write_tuned(path: Path, report: Mapping[str, Any], tables: Mapping[str, Any], origin: str) -> None:
+    """Write the best configuration, with its ``origin`` and figures in comments."""
     lines = [
-        f"tuned by torchpipe tune from {report['config']} on {report['date'][:10]}",
+        f"{origin} from {report['config']} on {report['date'][:10]}",
         f"{report['cpu_model']}, {report['cores']} cores; {report['images']} images of {report['img_dir']}",
         f"{goal_text(report)}: {_figure(report, report['best']['measured'])} without a network; {verdict_line(report)}",
         f"serve it with: {report['command']}",
     ]
-    write_text(path, "".join(f"# {shared.printable(line)}\n" for line in lines) + "\n" + to_toml(report["tuned"]))
+    write_text(path, "".join(f"# {shared.printable(line)}\n" for line in lines) + "\n" + to_toml(tables))
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The HTML file: verdict, plot of latency over rate, the table, and the other lines of the report."""
+    """The HTML file."""
+    return shared.page(f"Tuning of {report['config']}", page_parts(report))
+
+
+def page_parts(report: Mapping[str, Any]) -> list[str]:
+    """The parts of a page: verdict, plot of latency over rate, the table, and the other lines of the report."""
     is_good = report["verdict"] in ("better", "as good")
     parts = [shared.verdict(verdict_line(report), is_good)]
     lines = []
@@ -173,4 +178,4 @@ def page(report: Mapping[str, Any]) -> str:
     parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 6)))
     others = escape("\n".join(lines_of(report, has_table=False)))
     parts.append(f'<pre style="white-space: pre-wrap">{others}</pre>')
-    return shared.page(f"Tuning of {report['config']}", parts)
+    return parts

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from time import monotonic
 
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.statistics import mean_interval
-from torchpipe_py.tools.tune.candidates import Candidate, process_candidates, setting_candidates
+from torchpipe_py.tools.tune.candidates import Candidate, as_served, process_candidates, setting_candidates
 from torchpipe_py.tools.tune.measure import Measurer, Point, Profile
 
 PHASE_ENDS = {"profile": 0.1, "processes": 0.35, "settings": 0.6, "verify": 0.95}
@@ -37,21 +37,23 @@ Progress = Callable[[str, float, float], None]
 
 
 class Budget:
-    """The time of a run by ``clock``, which it reports to ``progress``."""
+    """The time of a run by ``clock``, which it reports to ``progress``; ``ends`` has the share at which phases end."""
 
     def __init__(self, seconds: float, progress: Progress | None, clock: Callable[[], float] = monotonic) -> None:
         self.seconds, self._progress, self._clock, self._began = seconds, progress, clock, clock()
+        self.ends: Mapping[str, float] = PHASE_ENDS
 
     def left(self, phase: str) -> float:
         """Seconds until the end of a phase."""
-        return self._began + PHASE_ENDS[phase] * self.seconds - self._clock()
+        return self._began + self.ends[phase] * self.seconds - self._clock()
 
     def show(self, phase: str) -> None:
         """Show the progress of a phase."""
-        before = max((end for end in PHASE_ENDS.values() if end < PHASE_ENDS[phase]), default=0.0)
-        share = 1 - self.left(phase) / ((PHASE_ENDS[phase] - before) * self.seconds)
+        before = max((end for end in self.ends.values() if end < self.ends[phase]), default=0.0)
+        share = 1 - self.left(phase) / ((self.ends[phase] - before) * self.seconds)
         if self._progress is not None:
-            self._progress(phase, min(1.0, max(0.0, share)), max(0.0, self.left("verify")))
+            last = max(self.ends, key=self.ends.__getitem__)
+            self._progress(phase, min(1.0, max(0.0, share)), max(0.0, self.left(last)))
 
 
 @dataclass
@@ -103,10 +105,11 @@ def search(
 ) -> list[Trial]:
     """Halve the candidates for processes, then changes of settings as long as one helps.
 
-    Appends all trials to ``trials``. Returns those with gains, the likely best first: the last winner, what it was
-    derived from, and the others.
+    The first of ``shapes`` is the file, or what takes its place. Appends all trials to ``trials``. Returns those with
+    gains, the likely best first: the last winner, what it was derived from, and the others.
     """
     base, cores, known = profile.base, profile.cores, {str(profile.base)}
+    first = base if shapes[0].shape == base.shape else as_served(shapes[0], cores, profile.uses_gpu)
 
     def halved(phase: str, candidates: Sequence[Candidate]) -> list[Trial]:
         new = {str(each): each for each in candidates if str(each) not in known}
@@ -115,11 +118,12 @@ def search(
         trials.extend(field)
         return halve(field, base, measurer, budget, phase)
 
-    ranked = halved("processes", process_candidates(shapes, cores))
+    # NOTE: what takes the file's place comes first, as it is measured in any case.
+    ranked = halved("processes", [first, *process_candidates(shapes, cores)])
     winners = [trial for trial in ranked if trial.gain > MARGIN][:1]
     others = ranked[len(winners) :]
     # The file as it is served counts too: a noisy first round must not decide for all settings.
-    starts = [*(trial.candidate for trial in winners), base]
+    starts = [*(trial.candidate for trial in winners), first]
     while budget.left("settings") > 0:
         changes = [setting_candidates(start, measurer.busy(start), cores, profile.uses_gpu) for start in starts]
         found = halved("settings", [each for each in chain(*zip_longest(*changes)) if each is not None])

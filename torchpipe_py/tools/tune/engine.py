@@ -1,0 +1,219 @@
+"""One run of the tuner: profile the file, choose shapes, halve candidates, verify the best, report."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torchpipe_py.cores import usable_cores
+from torchpipe_py.errors import TorchpipeError, logger
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.config import Tables
+from torchpipe_py.registry import import_code
+from torchpipe_py.tools.load.arrivals import load_images, poisson_times, rescale
+from torchpipe_py.tools.load.measure import CpuMeter
+from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.tune import report as text
+from torchpipe_py.tools.tune.candidates import ENGINES, Candidate, shapes_of
+from torchpipe_py.tools.tune.measure import CALLS, MOST_ARRIVALS, Goal, Loops, Profile, Service, profile
+from torchpipe_py.tools.tune.search import Budget, Progress, Trial, search
+from torchpipe_py.tools.tune.verify import Verdict, verify
+
+MOST_ONE_BY_ONE_SHARE = 0.3
+"""Share of the budget that the images may take one at a time."""
+
+OPEN_LOOPS, OPEN_LOOPS_SHARE = 24, 0.2
+"""Open loops that find limits, about six for the file and each of three candidates; and their share of the budget."""
+
+MOST_OVERDRAFT = 2.0
+"""These may take the budget so many times: each has a least number of requests."""
+
+MOST_IMAGES = 48
+"""The most images used, evenly spaced over all."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The goal of a run: most requests per second within ``slo_p99`` seconds, or the shortest p99 at ``rate``.
+
+    ``cores`` may be used, and ``gpu_memory`` bytes, for about ``budget`` seconds. ``times`` are arrivals in seconds
+    instead of Poisson's. ``imports`` are modules or files with custom backends.
+    """
+
+    slo_p99: float | None = None
+    rate: float | None = None
+    cores: int | None = None
+    gpu_memory: int | None = None
+    budget: float = 0.0
+    times: Sequence[float] | None = None
+    imports: Sequence[str] = ()
+    progress: Progress | None = None
+
+    def usable_cores(self) -> list[int]:
+        """The cores to use. Raises ``ToolError`` for wrong values."""
+        for name in ("slo_p99", "rate", "cores", "budget"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ToolError(f"{name}: expected a number above 0, got {value!r}")
+        cores, times = self.cores, self.times
+        if cores is not None and not isinstance(cores, int):
+            raise ToolError(f"cores: expected a whole number, got {cores!r}")
+        if times is not None and (isinstance(times, str) or not all(map(_is_number, times))):
+            raise ToolError(f"times: expected numbers of seconds, got {times!r:.80}")
+        if times is not None and (len(times) < 2 or not 0 < max(times) - min(times) < math.inf):
+            raise ToolError("times: the times of --replay are all the same, or fewer than two")
+        if self.slo_p99 is not None and self.rate is not None:
+            raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
+        usable = sorted(os.sched_getaffinity(0))[: usable_cores()]
+        if cores is not None and cores > len(usable):
+            raise ToolError(f"--cores {cores}: only {len(usable)} are usable here")
+        return usable[:cores]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A user's file in the tuner's processes: its ``shapes``, the file first, and what is ``known`` of it.
+
+    ``images`` are encoded, by name. ``report`` and ``trials`` collect what is found.
+    """
+
+    shapes: Sequence[Candidate]
+    images: Mapping[str, bytes]
+    service: Service
+    known: Profile
+    goal: Goal
+    loops: Loops
+    clock: Budget
+    report: dict[str, Any]
+    trials: list[Trial]
+
+
+Choose = Callable[[Bench], Sequence[Candidate]]
+"""Returns the shapes to search, the first of which is the file, or what takes its place."""
+
+Confirm = Callable[[Bench, Verdict], Verdict]
+"""Returns the verdict that counts."""
+
+
+def as_it_is(bench: Bench) -> Sequence[Candidate]:
+    """A ``Choose`` that changes no result."""
+    bench.report["not_tried"].append("other pixels or precision: they change results; --allow-pixels tries them")
+    return bench.shapes
+
+
+def measure(
+    tables: Tables,
+    images: Mapping[str, bytes],
+    wanted: Wanted,
+    report: dict[str, Any],
+    choose: Choose = as_it_is,
+    confirm: Confirm = lambda bench, verdict: verdict,
+    shares_more: bool = False,
+) -> dict[str, Any]:
+    """Find better settings, shapes and whatever else ``choose`` offers; completes ``report``, and returns it.
+
+    ``shares_more``: what it offers may share nodes where the file cannot.
+    ``report["verdict"]`` is ``better``, ``as good``, ``cannot tell`` or, after Ctrl-C, ``interrupted``;
+    ``report["tuned"]`` has the tables of the best configuration if it is better, else None. Times are in seconds.
+    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be tuned.
+    """
+    usable, images = wanted.usable_cores(), sample_of(images)
+    report |= {"cores": len(usable), "images": len(images)}
+    for name in wanted.imports:
+        import_code(name)
+    trials, clock = list[Trial](), Budget(wanted.budget, wanted.progress)
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
+        plan_pipeline(tables)  # so that it warns only once
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel("ERROR")  # many plans would repeat warnings
+        try:
+            shapes = shapes_of(tables)
+            if len(entered := shapes[0].pipeline.graph.entered) != 1:
+                roots = f"requests enter at {', '.join(entered)}; only a file with one root can be tuned"
+                raise ToolError(f"{tables.source}: {roots}")
+            clock.show("profile")
+            engines = ENGINES[-1] if shares_more or any(shape.heads for shape in shapes) else 0
+            service = Service([*images.values()], wanted.imports, usable, engines, wanted.gpu_memory or math.inf)
+            stack.callback(service.close)
+            if wanted.gpu_memory is not None and not service.has_gpu:
+                raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
+            meter = CpuMeter(service.pids, [])
+            meter.start()
+            known = profile(service, shapes[0], len(usable), list(images), MOST_ONE_BY_ONE_SHARE * wanted.budget)
+            goal = _goal_of(wanted, known)
+            if wanted.slo_p99 is not None and goal.slo < wanted.slo_p99:
+                report["notes"].append(f"open loops are too short for an SLO of {1000 * wanted.slo_p99:.0f} ms")
+            report |= {"slo_p99": goal.slo, "profile": {"lone": known.lone, "answers": known.answers}}
+            # So that clients wait half as long as the SLO.
+            clients = min(known.clients, max(len(usable), round(goal.slo * known.answers / 2)))
+            loops = Loops(service, goal, clients, known.loop_s)
+            bench = Bench(shapes, images, service, known, goal, loops, clock, report, trials)
+            chosen = choose(bench)
+            if not _is_disturbed(report, meter):
+                trials.append(yours := Trial(known.base, figures=[known.answers]))
+                ranked = search(chosen, known, loops, clock, trials)
+                verdict = confirm(bench, verify(yours, ranked, loops, goal, clock))
+                report |= {"verdict": verdict.kind, "failed": verdict.why, "gain": verdict.gain}
+                report |= {"gain_interval": verdict.interval, "best": text.trial_fields(verdict.best, report)}
+                if not _is_disturbed(report, meter) and verdict.kind == "better":
+                    report["tuned"] = dict(verdict.best.candidate.config)
+        except KeyboardInterrupt:
+            report["verdict"] = "interrupted"
+        except TorchpipeError as error:
+            if not any(trial.gains for trial in trials):
+                raise
+            report |= {"verdict": "cannot tell", "failed": str(error), "tuned": None}
+    return text.completed(report, trials)
+
+
+def named_images(images: str | os.PathLike[str] | Sequence[bytes]) -> dict[str, bytes]:
+    """Encoded images by name. ``ToolError`` if there are none."""
+    if isinstance(images, (str, os.PathLike)):
+        payload = load_images(Path(images), False)
+        named = dict(zip(map(str, payload.paths), payload.bodies, strict=True))
+    else:
+        named = {f"images[{number}]": body for number, body in enumerate(images)}
+    if not named:
+        raise ToolError("no images")
+    return named
+
+
+def sample_of(images: Mapping[str, bytes]) -> dict[str, bytes]:
+    """At most ``MOST_IMAGES`` of them."""
+    return dict([*images.items()][:: -(-len(images) // MOST_IMAGES)])
+
+
+def _goal_of(wanted: Wanted, known: Profile) -> Goal:
+    """The goal. Raises ``ToolError`` if it cannot be reached, or not measured within the budget."""
+    slo, rate, times = wanted.slo_p99, wanted.rate, wanted.times
+    if slo is not None and slo < known.lone:
+        raise ToolError(f"p99 within {1000 * slo:g} ms: a single request already takes {1000 * known.lone:.3g} ms")
+    needed = OPEN_LOOPS * CALLS[0] / (rate or known.answers)
+    if needed > MOST_OVERDRAFT * wanted.budget:
+        why = f"measuring candidates needs --budget {needed:.0f} or more"
+        raise ToolError(f"{rate or known.answers:.2g} requests/s: {why}")
+    arrivals = rescale(times[:MOST_ARRIVALS], 1.0) if times else list(islice(poisson_times(1.0, 0), MOST_ARRIVALS))
+    return Goal.of(slo, rate, arrivals, known.lone, OPEN_LOOPS_SHARE * wanted.budget / OPEN_LOOPS)
+
+
+def _is_disturbed(report: dict[str, Any], meter: CpuMeter) -> bool:
+    """Whether other programs use too much of the cores so far; there is no verdict then."""
+    use = meter.stop()
+    percent = use.fields(use.parent + (use.server or 0.0))["other_cpu_percent"]
+    report["other_programs"] = None if percent is None else percent / 100 / len(os.sched_getaffinity(0))
+    is_disturbed = bool((report["other_programs"] or 0.0) > text.MOST_BY_OTHERS)
+    if is_disturbed:
+        report |= {"verdict": "cannot tell", "failed": ""}
+    return is_disturbed
