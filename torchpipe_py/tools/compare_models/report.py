@@ -157,10 +157,11 @@ def stop_reason(outcome: Comparison) -> str:
     if outcome.verdict is None:
         return ""
     limits = ", ".join(str(each.limit) for each in outcome.findings if each.verdict is outcome.verdict)
+    no_more = "there are no more" if outcome.seen == outcome.found else "no time was left"
     reason = {
         Verdict.WITHIN: "each interval lies within what is allowed",
         Verdict.BEYOND: f"the interval of {limits} lies beyond what is allowed",
-        Verdict.UNDECIDED: f"there are no more; the interval of {limits} contains what is allowed",
+        Verdict.UNDECIDED: f"{no_more}; the interval of {limits} contains what is allowed",
     }[outcome.verdict]
     return f"after {outcome.seen} of {outcome.found} images: {reason}"
 

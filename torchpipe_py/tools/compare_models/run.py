@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -118,12 +120,13 @@ def compare(
     model: Source | None = None,
     worst: int = 10,
     on_pair: OnPair | None = None,
+    until: float = math.inf,
 ) -> Comparison:
     """Compare the results of two sources, or those that ``model`` gives for their pixels, on images.
 
     The results' kind is found from the first ones. With a ``tolerance``, images are taken in a random order, and no
-    more once the interval of each limit lies within what it allows, or that of one lies beyond. The ``worst`` images
-    are listed.
+    more once the interval of each limit lies within what it allows, or that of one lies beyond, or after the
+    time ``until`` of ``time.monotonic``. The ``worst`` images are listed.
 
     Raises ``ConfigError``, ``BackendUnavailable`` or ``BackendError`` for a pipe that cannot be built, ``ToolError``
     for a directory without images, for results that cannot be compared and for limits of another kind. Failures of
@@ -146,7 +149,7 @@ def compare(
             outcome.seen = min(start + size, len(paths))
             outcome.kinds = tuple(filter(None, [pair.kind, classify.pair.kind if classify else ""]))
             _sort(outcome, rated)
-            if judge is not None and _is_decided(outcome, judge, rated):
+            if judge is not None and (_is_decided(outcome, judge, rated) or monotonic() >= until):
                 break
     if judge is not None:
         outcome.verdict, outcome.findings = judge.verdict(), judge.findings()

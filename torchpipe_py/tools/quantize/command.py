@@ -93,21 +93,29 @@ def run_quantize(args: argparse.Namespace) -> int:
     return 0
 
 
-def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
-    """Write the int8 model to ``candidate``; temporary files lie beside it."""
-    folder = candidate.parent
+def calibrated(target: Target, img_dir: str, paths: Sequence[Path], folder: Path) -> tuple[Quantiser, list[str]]:
+    """The quantiser of the model, with its inputs for images, and a line for each image without a result.
+
+    Temporary files lie in ``folder``. Raises ``ToolError`` for a model that cannot be quantised, or too few images.
+    """
     quantiser = Quantiser(target.model, folder)
     quantiser.check_names(target.fp32_layers)
     quantiser.write_probe(folder / "probe.onnx")
-    inputs, refused = model_inputs(target.up_to_model(folder / "probe.onnx"), args.img_dir, paths)
+    inputs, refused = model_inputs(target.up_to_model(folder / "probe.onnx"), img_dir, paths)
     if len(inputs) < FEWEST:
         few = f"{len(inputs)} of {len(paths)} images can be calibrated with, at least {FEWEST} are needed"
-        raise ToolError(f"--img_dir {args.img_dir}: {few}; {refused[0]}")
+        raise ToolError(f"--img_dir {img_dir}: {few}; {', '.join(refused[:1])}")
     quantiser.inputs = inputs
+    return quantiser, refused
+
+
+def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
+    """Write the int8 model to ``candidate``; temporary files lie beside it."""
+    quantiser, refused = calibrated(target, args.img_dir, paths, candidate.parent)
     kept = [*target.fp32_layers, *search(quantiser, target.fp32_layers, args.keep, args.max_drop)]
     quantiser.write(candidate, fp32=kept)
     rows = [("model", f"{target.model}, of node {target.node!r}")]
-    rows.append(("calibrated with", f"{len(inputs)} images, as the configuration gives them to the model"))
+    rows.append(("calibrated with", f"{len(quantiser.inputs)} images, as the configuration gives them to the model"))
     rows += [("left out", line) for line in refused[:LISTED]]
     if len(refused) > LISTED:
         rows.append(("left out", f"and {len(refused) - LISTED} more"))

@@ -13,7 +13,7 @@ from torchpipe_py.backends.model.onnx import OnnxTensor
 from torchpipe_py.errors import nearest
 from torchpipe_py.plan.binding import BackendPlan, expand
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
-from torchpipe_py.plan.config import GLOBAL, Tables, parse_toml
+from torchpipe_py.plan.config import GLOBAL, Tables
 from torchpipe_py.plan.expression import Call
 from torchpipe_py.registry import canonical
 from torchpipe_py.tools.report import ToolError
@@ -102,12 +102,13 @@ class Target:
         tables[self.node]["model"] = str(model.absolute())
 
 
-def find_target(config: str, node: str | None) -> Target:
+def find_target(config: str | Tables, node: str | None) -> Target:
     """The ONNX model of ``node``, or of the only node with one. Raises ``ToolError`` if there is none, or several.
 
     Raises ``ConfigError`` for a bad configuration.
     """
-    pipeline = plan_pipeline(config)
+    tables = Tables.of(config)
+    pipeline, config = plan_pipeline(tables), tables.source
     found = {name: list(_models(plan)) for name, plan in pipeline.plans.items() if plan.spec.owner == name}
     models = {name: parts for name, parts in found.items() if parts}
     if not models:
@@ -133,7 +134,7 @@ def find_target(config: str, node: str | None) -> Target:
     if why or part is None:
         raise ToolError(f"{config}: node {name!r} {why}")
     kept = to_strings(plan.spec.params.get("precision::fp32", ()))
-    return Target(pipeline, parse_toml(config), name, str(part.params["model"]), kept)
+    return Target(pipeline, tables, name, str(part.params["model"]), kept)
 
 
 def _models(plan: NodePlan) -> Iterator[BackendPlan]:
