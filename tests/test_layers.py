@@ -27,7 +27,7 @@ PACKAGE = [
     "backends.base",
     "registry",
     "plan",
-    "backends",
+    "backends certificate",
     "proc",
     "runtime",
     "methods streams",
@@ -37,7 +37,7 @@ PACKAGE = [
     "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
     "serving",
     "ray tools.from_triton tools.parity tools.quantize tools.tune",
-    "tools.run",
+    "tools.run tools.compile",
     "cli",
 ]
 CLIENT = ["errors", "contract detections", "values", "core", "connection", "client", "aio"]
@@ -46,7 +46,7 @@ SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "s
 TRAINING = ["errors", "options data plan prefetch ranks", "samples augment", "decode", "batcher", "workers.transfer"]
 TRAINING += ["workers", "loader workers.preload", "wrap"]
 """Within ``torchpipe_py.training``."""
-SCRIPTS = ["benchmarks examples.textures examples.shapes", "recipes", "examples"]
+SCRIPTS = ["examples.textures examples.shapes", "benchmarks", "recipes", "examples"]
 
 SEAM = {"", "serving", "methods.tracing", "methods.rpc.messages"}
 """The modules of ``torchpipe_py`` that the service and Ray Serve may import.

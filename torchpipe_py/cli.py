@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("parity", "tools.parity", "compare two configurations, or one and a PyTorch function, on images"),
         ("quantize", "tools.quantize", "write an int8 copy of a configuration's model, if it is as good"),
         ("tune", "tools.tune", "choose workers, batches and threads of a configuration by measurements"),
+        ("compile", "tools.compile", "choose cheaper pixels and precision within a tolerance, with a certificate"),
     ):
         command = commands.add_parser(name, help=text)
         own = name.replace("-", "_")

@@ -269,23 +269,42 @@ def to_bytes(text: str) -> int:
 
 def add_tune_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe tune``."""
-    add, default = parser.add_argument, "; default %(default)g"
+    add = parser.add_argument
     add("config", metavar="CONFIG.toml", help="a pipe with one root")
     add("--img_dir", type=Path, required=True, metavar="DIR", help="typical images, found recursively")
+    pixels = "also try other pixels and precision, which change results, and say by how much"
+    add("--allow-pixels", dest="allow_pixels", action="store_true", help=pixels)
+    add("--out", type=output_file, metavar="FILE", help="the tuned file; default: CONFIG.tuned.toml")
+    _add_goal_options(parser, 120.0)
+    add("--replay", type=Path, metavar="FILE", help="arrival times in seconds, one per line; default: Poisson")
+    add("--html", type=output_file, metavar="FILE", help="write a self-contained page with a plot")
+
+
+def add_compile_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe compile``."""
+    add = parser.add_argument
+    add("config", metavar="CONFIG.toml", help="a pipe with one root")
+    pictures = "pictures as the service will get them, found recursively: one half chooses, the other certifies"
+    add("--img_dir", type=Path, required=True, metavar="DIR", help=pictures)
+    limits = "what may be lost, as for parity: 'top1=0.999, score=0.01'"
+    add("--tolerance", type=_tolerance, required=True, metavar="LIMITS", help=limits)
+    files = "the compiled file; default: CONFIG.compiled.toml. Its certificate is FILE.certificate.json, and .html"
+    add("--out", type=output_file, metavar="FILE", help=files)
+    _add_goal_options(parser, 240.0)
+
+
+def _add_goal_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Declare what ``tune`` and ``compile`` are to find, with what, and in how many seconds."""
+    add, default = parser.add_argument, "; default %(default)g"
     slo = "find the most requests per second with 99 %% answered within MS"
     add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)
     rate = "find the shortest p99 at R requests per second"
     add("--rate", type=above_zero("requests per second"), metavar="R", help=rate)
-    add("--replay", type=Path, metavar="FILE", help="arrival times in seconds, one per line; default: Poisson")
     add("--cores", type=at_least(1), metavar="N", help="cores that the service will have; default: all")
     add("--gpu-memory", type=to_bytes, metavar="BYTES", help="of a GPU that the service may use, as 6G")
-    pixels = "also try other pixels and precision, which change results, and say by how much"
-    add("--allow-pixels", dest="allow_pixels", action="store_true", help=pixels)
     budget = number("a number of seconds from 5 to 3600", 5, 3600)
-    add("--budget", type=budget, default=120.0, metavar="S", help="about how many seconds it may take" + default)
-    add("--out", type=output_file, metavar="FILE", help="the tuned file; default: CONFIG.tuned.toml")
+    add("--budget", type=budget, default=seconds, metavar="S", help="about how many seconds it may take" + default)
     add("--json", type=output_file, metavar="FILE", help="write all measurements to FILE")
-    add("--html", type=output_file, metavar="FILE", help="write a self-contained page with a plot")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar, nor a line per phase")
 
 

@@ -1,0 +1,292 @@
+"""``torchpipe compile``: what is chosen, refused and certified, by made-up speeds and real losses."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.measurer import FakeMeasurer, use_measurer
+
+from torchpipe_py import ConfigError, parse_toml, pipe
+from torchpipe_py.certificate import DIGEST, check_certificate, digest
+from torchpipe_py.cli import main
+from torchpipe_py.tools.compare_models.run import Comparison
+from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
+from torchpipe_py.tools.compile import compile_config
+from torchpipe_py.tools.compile.losses import Losses, least_pictures
+from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.tune.candidates import Candidate, as_served
+from torchpipe_py.tools.tune.measure import Profile
+
+DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
+PIXELS = '[n]\nbackend = "S[DecodeMat,ResizeMat]"\nresize_h = 32\nresize_w = 32\n'
+CLASSES = (
+    '[n]\nbackend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,OnnxTensor]"\nresize_h = 64\nresize_w = 64\n'
+    'color = "rgb"\nmodel = "model.onnx"\nmean = "123.675, 116.28, 103.53"\nstd = "58.395, 57.12, 57.375"\n'
+    'postprocessor = "SoftmaxMax"\nlabels = "labels.txt"\nmax = 4\nthreads = 1\n'
+)
+OPENCV = "opencv-python-headless"
+NEAREST, AT_LEAST = "nearest interpolation", 'at_least = "1x"'
+OF_PIXELS = "mean=7, images=0.7"
+"""Nearest interpolation is beyond it in three of four pictures, and decoding less in none."""
+
+
+def measuring(speeds: dict[str, float], patch: pytest.MonkeyPatch) -> None:
+    """A file with a change is so many times as fast as without; workers and settings change nothing."""
+
+    def speed(candidate: Candidate) -> float:
+        factor = 1.0
+        for name, each in speeds.items():
+            factor *= each if name in candidate.alternative else 1.0
+        return 100.0 * factor
+
+    def known(written: Candidate) -> Profile:
+        base = as_served(written, 2, False)
+        return Profile(base, cores=2, uses_gpu=False, lone=0.001, answers=100.0, clients=4, loop_s=0.3)
+
+    use_measurer(FakeMeasurer(speed), known, patch)
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a compiled classifier in int8, ``c.toml``, and all that belongs to it; as it was made."""
+    folder = tmp_path_factory.mktemp("certified")
+    for name in ("model.onnx", "labels.txt"):
+        shutil.copy(DEMO / name, folder)
+    (folder / "own.toml").write_text(CLASSES, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        measuring({"int8": 2.0, AT_LEAST: 1.5}, patch)
+        report = compile_config("own.toml", DEMO / "images", "top1=0.7", "c.toml", slo_p99=0.02, budget=600)
+        assert (report["verdict"], report["failed"], report["certified"]) == ("better", "", True)
+        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+        yield folder
+
+
+@pytest.fixture
+def copy(certified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same in a folder of one's own, which is the working directory."""
+    shutil.copytree(certified, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a file whose results are pixels."""
+    (tmp_path / "p.toml").write_text(PIXELS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def outcomes(report: dict[str, Any]) -> dict[str, str]:
+    return {change["name"]: change["outcome"] for change in report["changes"] if change["outcome"] != "not possible"}
+
+
+# --- what is chosen
+
+
+def test_refuses_the_fastest_change_if_it_loses_too_much(
+    pixels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measuring({NEAREST: 3.0, AT_LEAST: 2.0, "2x": 1.4}, monkeypatch)
+    arguments = ["--img_dir", str(DEMO / "images"), "--tolerance", OF_PIXELS, "--budget", "600", "--json", "r.json"]
+    assert main(["compile", "p.toml", *arguments]) == 0
+    report = json.loads((pixels / "r.json").read_text(encoding="utf-8"))
+    assert outcomes(report) == {'at_least = "2x"': "allowed, not used", AT_LEAST: "used", NEAREST: "refused"}
+    known = {change["name"]: change for change in report["changes"]}
+    assert known[NEAREST]["why"].startswith("beyond the tolerance (mean ≤ 7)")
+    assert known['at_least = "2x"']["why"] == f"{AT_LEAST} gains more"
+    assert known["GPU decode"]["why"] == "there is no GPU"
+    assert (known[AT_LEAST]["ms"], known[AT_LEAST]["gain"]) == (pytest.approx(10), pytest.approx(2))  # of 20 ms
+    loss = known[AT_LEAST]["loss"]["limits"][0]
+    assert (loss["beyond"], loss["low"], loss["verdict"]) == (0.0, 0.0, "within")
+    assert 0 < loss["high"] < loss["allowed"]
+    assert parse_toml("p.compiled.toml")["n"] == {**parse_toml("p.toml")["n"], "at_least": "1x"}
+    printed = capsys.readouterr().out
+    assert "better than your file by a factor of 2.00" in printed
+    assert printed.splitlines()[-1].endswith("--require-certificate p.compiled.certificate.json")
+    assert "<h2>Changes</h2>" in (pixels / "p.compiled.certificate.html").read_text(encoding="utf-8")
+
+
+def test_combines_changes_that_gain_together(certified: Path) -> None:
+    report = json.loads((certified / "report.json").read_text(encoding="utf-8"))
+    assert {name for name, outcome in outcomes(report).items() if outcome == "used"} == {"int8", AT_LEAST}
+    assert report["gain"] == pytest.approx(3.0)
+    assert outcomes(report)[NEAREST] == "allowed, not used"  # it gains nothing
+
+
+def test_int8_model_lies_beside_the_compiled_file(copy: Path) -> None:
+    assert parse_toml("c.toml")["n"]["model"] == "c.n.int8.onnx"
+    with pipe("c.toml") as run:
+        item = {"data": (DEMO / "images" / "circle_00.jpg").read_bytes()}
+        run(item)
+    assert item["result"][0] == "circle"
+
+
+def test_file_that_nothing_beats_is_certified_as_it_is(pixels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring({}, monkeypatch)
+    report = compile_config("p.toml", DEMO / "images", OF_PIXELS, "out.toml", budget=600)
+    assert (report["verdict"], report["certified"]) == ("as good", True)
+    assert parse_toml("out.toml")["n"] == parse_toml("p.toml")["n"]
+
+
+def test_undecided_counts_as_refused(pixels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring({NEAREST: 3.0, AT_LEAST: 2.0}, monkeypatch)
+    right = Losses.of
+
+    def late(self: Losses, candidate: Candidate, seconds: float) -> Comparison:
+        return right(self, candidate, -1.0 if candidate.alternative == AT_LEAST else seconds)
+
+    monkeypatch.setattr(Losses, "of", late)
+    # One batch of pictures is too few for it.
+    report = compile_config("p.toml", DEMO / "images", "mean=7, images=0.8", "out.toml", budget=600)
+    assert outcomes(report)[AT_LEAST] == "refused"
+    (why,) = [change["why"] for change in report["changes"] if change["name"] == AT_LEAST]
+    assert why.startswith("undecided: 16 of 24 images are too few for mean ≤ 7")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "verdict", "left"),
+    [
+        ({NEAREST: 3.0, AT_LEAST: 2.0}, "better", {"at_least": "1x"}),
+        ({NEAREST: 3.0, AT_LEAST: 1.0}, "as good", {}),
+    ],
+    ids=["another change is left", "nothing is left"],
+)
+def test_change_that_loses_too_much_on_the_other_half_is_undone(
+    speeds: dict[str, float], verdict: str, left: dict[str, str], pixels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring(speeds, monkeypatch)
+    right, certifies = Losses.of, list[bool]()
+
+    def unlucky(self: Losses, candidate: Candidate, seconds: float) -> Comparison:
+        comparison = right(self, candidate, seconds)
+        if certifies and NEAREST in candidate.alternative:
+            comparison.verdict = Verdict.BEYOND
+        return comparison
+
+    monkeypatch.setattr(Losses, "of", unlucky)
+
+    def progress(phase: str, share: float, seconds: float) -> None:
+        certifies.extend([True] * (phase == "certify"))
+
+    report = compile_config("p.toml", DEMO / "images", "mean=20, images=0.7", "out.toml", budget=600, progress=progress)
+    assert (report["verdict"], report["certified"]) == (verdict, True)
+    assert outcomes(report)[NEAREST] == "refused"
+    assert parse_toml("out.toml")["n"] == {**parse_toml("p.toml")["n"], **left}
+
+
+# --- the certificate
+
+
+def edit(name: str, old: str, new: str) -> None:
+    text = Path(name).read_text(encoding="utf-8")
+    assert old in text
+    Path(name).write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(Path("c.certificate.json").read_text(encoding="utf-8"))
+    change(content)
+    Path("c.certificate.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def longer_model() -> None:
+    with open("c.n.int8.onnx", "ab") as file:
+        file.write(b"\x00")
+
+
+DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
+    "model bytes": (longer_model, "node 'n': key 'model': c.n.int8.onnx is not the certified file: SHA-256 "),
+    "labels": (lambda: edit("labels.txt", "circle", "round"), "node 'n': key 'labels': labels.txt is not the "),
+    "a model that is gone": (lambda: Path("c.n.int8.onnx").unlink(), "c.n.int8.onnx cannot be read: No such file"),
+    "TOML": (lambda: edit("c.toml", "max = 4", "max = 8"), "c.toml is not the certified file: SHA-256 "),
+    "an edited gain": (lambda: edited(lambda content: content["figures"].update(gain=9.9)), "it was edited: "),
+    "an edited loss": (lambda: edited(lambda content: content["loss"]["limits"][0].update(high=0.0)), "it was edited"),
+    "an edited hash": (lambda: edited(lambda content: content["compiled"].update(sha256="0")), "it was edited: "),
+    "another version": (lambda: edited(lambda content: content.update(schema=2)), "of version 2, this "),
+    "another file": (lambda: Path("c.certificate.json").write_text("[]"), "not a certificate, which torchpipe compile"),
+    "no certificate": (lambda: Path("c.certificate.json").unlink(), "certificate c.certificate.json: No such file"),
+}
+
+
+def test_certificate_fails_for_each_difference(
+    certified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = []
+    for name, (change, message) in DIFFERENCES.items():
+        folder = tmp_path / name
+        shutil.copytree(certified, folder)
+        monkeypatch.chdir(folder)
+        check_certificate("c.certificate.json", "c.toml")
+        change()
+        try:
+            check_certificate("c.certificate.json", "c.toml")
+            failed.append(f"{name}: nothing is refused")
+        except ConfigError as error:
+            has_renewal = "; renew it: torchpipe compile own.toml --img_dir " in str(error)
+            if message not in str(error) or not (has_renewal or "not a cert" in message or "No such file" in message):
+                failed.append(f"{name}: {error}")
+    assert failed == []
+
+
+def test_certificate_fails_for_another_opencv(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == OPENCV else right(name))
+    with pytest.raises(ConfigError, match=rf"{OPENCV} is 9\.9 here, [\d.]+ in the certificate"):
+        check_certificate("c.certificate.json", "c.toml")
+
+
+def test_digest_is_no_signature(copy: Path) -> None:
+    """It shows careless edits: whoever means to forge a figure computes another digest."""
+
+    def forge(content: dict[str, Any]) -> None:
+        content["figures"]["gain"] = 9.9
+        content[DIGEST] = digest(content)
+
+    edited(forge)
+    assert check_certificate("c.certificate.json", "c.toml") == parse_toml("c.toml")
+
+
+def test_certified_files_may_move_together(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copy / "elsewhere").mkdir()
+    monkeypatch.chdir(copy / "elsewhere")
+    check_certificate("../c.certificate.json", "../c.toml")
+
+
+def test_custom_code_is_certified(copy: Path) -> None:
+    Path("own.py").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--import own\.py is not among the certified code"):
+        check_certificate("c.certificate.json", "c.toml", ["own.py"])
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "keys", "message"),
+    [
+        ("mean=7", {}, "48 pictures, too few to show mean=7: one half chooses, the other certifies, and both need 840"),
+        ("top1=0.7", {}, "--tolerance: 'top1' is not measured on pixels"),
+        (OF_PIXELS, {"budget": 5.0}, "--budget 5: 12 pictures, the least for mean=7, images=0.7, take about 3 s to"),
+    ],
+    ids=["too few pictures", "another kind of results", "too little time"],
+)
+def test_refuses_first_what_cannot_be_certified(
+    tolerance: str, keys: dict[str, Any], message: str, pixels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring({}, monkeypatch)
+    with pytest.raises(ToolError) as error:
+        compile_config("p.toml", DEMO / "images", tolerance, "out.toml", **{"budget": 600.0, **keys})
+    assert message in str(error.value)
+
+
+def test_least_number_of_pictures_is_what_a_perfect_file_needs() -> None:
+    found = {text: least_pictures(read_tolerance(text)) for text in ("top1=0.999", "top1=0.99", "top1=0.9, score=0.1")}
+    assert found == {"top1=0.999": 4213, "top1=0.99": 420, "top1=0.9, score=0.1": 420}

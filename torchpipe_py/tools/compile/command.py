@@ -1,0 +1,251 @@
+"""``torchpipe compile``, and the same from Python: choose, tune, certify, write."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torchpipe_py import certificate
+from torchpipe_py.files import replace_file
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.config import Tables
+from torchpipe_py.registry import import_code
+from torchpipe_py.tools.compare_models.report import answer
+from torchpipe_py.tools.compare_models.run import Comparison
+from torchpipe_py.tools.compare_models.tolerance import Tolerance, read_tolerance
+from torchpipe_py.tools.compile import report as text
+from torchpipe_py.tools.compile.changes import INT8, Chooser
+from torchpipe_py.tools.compile.losses import Halves, Losses, is_within, least_pictures
+from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
+from torchpipe_py.tools.parity.command import tolerance_json
+from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
+from torchpipe_py.tools.tune import report as tuned
+from torchpipe_py.tools.tune.candidates import copied
+from torchpipe_py.tools.tune.command import check_out, options_of, serve_command
+from torchpipe_py.tools.tune.engine import MOST_IMAGES, Bench, Wanted, measure
+from torchpipe_py.tools.tune.search import Progress, Trial
+from torchpipe_py.tools.tune.verify import Verdict, verify
+
+DEFAULT_BUDGET_S = 240.0
+
+ENDS = {"losses": 0.36, "changes": 0.54, "processes": 0.61, "settings": 0.66, "verify": 1.0}
+"""Share of the time, without that for the certificate, at which each phase ends."""
+
+CERTIFY_TIMES, CERTIFY_S = 2.5, 3.0
+"""The certificate takes so many times what the file takes for the least number of pictures, and so many seconds."""
+
+LEAST_TO_CERTIFY, MOST_TO_CERTIFY = 0.15, 0.4
+"""Share of the budget that it may take in any case, as a loss takes more pictures to bound; and the most."""
+
+
+def compile_config(
+    config: str | os.PathLike[str],
+    img_dir: str | os.PathLike[str],
+    tolerance: str | Tolerance,
+    out: str | os.PathLike[str],
+    *,
+    slo_p99: float | None = None,
+    rate: float | None = None,
+    cores: int | None = None,
+    gpu_memory: int | None = None,
+    budget: float = DEFAULT_BUDGET_S,
+    imports: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Find what serves a file fastest within a tolerance, and certify it; returns the report that ``--json`` writes.
+
+    ``tolerance`` is that of ``torchpipe parity``, as ``"top1=0.999, score=0.01"``. One half of the pictures in
+    ``img_dir`` chooses, the other certifies. The other arguments are those of ``tune``. If ``report["certified"]``, the
+    file ``out`` is written, an int8 model beside it if it has one, and its certificate, as JSON and as a page; their
+    paths are ``report["written"]``.
+    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be compiled, and
+    ``ValueError`` for a wrong tolerance.
+    """
+    limits = read_tolerance(tolerance) if isinstance(tolerance, str) else tolerance
+    wanted = Wanted(slo_p99, rate, cores, gpu_memory, budget, None, imports, progress)
+    wanted.usable_cores()  # NOTE: wrong arguments are reported before files that cannot be read
+    path, out = os.fspath(config), Path(out)
+    for name in imports:
+        import_code(name)
+    tables, halves = Tables.of(path), Halves.of(os.fspath(img_dir), limits)
+    code = [name for name in imports if name.endswith(".py")]
+    report = tuned.new_report(path, slo_p99, rate)
+    report |= {"img_dir": os.fspath(img_dir), "tolerance": str(limits), "changes": [], "loss": None, "gpu": gpu_names()}
+    report |= {"certified": False, "written": []}
+    report["halves"] = {"choosing": len(halves.choosing), "certifying": len(halves.certifying)}
+    with TemporaryDirectory(prefix="torchpipe-compile-") as folder:
+        run = _Compilation(tables, limits, halves, Path(folder), report)
+        report = measure(tables, run.images(), wanted, report, run.choose, run.confirm, shares_more=True)
+        if report["verdict"] not in ("better", "as good"):
+            report["certified"] = False
+        if report["certified"]:
+            report["reference"] = certificate.described(plan_pipeline(tables), path, code)
+            report["pictures"] = pictures_of(halves)
+            _write(report, report["tuned"] or tables, out, wanted, code)
+    return report
+
+
+class _Compilation:
+    """The hooks of one compilation in the tuner's engine; ``report`` gets what they find."""
+
+    def __init__(
+        self, tables: Tables, tolerance: Tolerance, halves: Halves, folder: Path, report: dict[str, Any]
+    ) -> None:
+        self._tables, self._tolerance, self._halves, self._report = tables, tolerance, halves, report
+        self._folder = folder
+        self._chooser: Chooser | None = None
+        self._seconds_to_certify = 0.0
+
+    def images(self) -> dict[str, bytes]:
+        """The pictures that are measured with."""
+        paths = sorted(self._halves.choosing)
+        files = [Path(self._halves.img_dir, path) for path in paths[:: -(-len(paths) // MOST_IMAGES)]]
+        try:
+            return {os.fspath(file): file.read_bytes() for file in files}
+        except OSError as error:
+            raise ToolError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    def choose(self, bench: Bench) -> Any:
+        """The shapes with the changes that gain most within the tolerance."""
+        self._share_out(bench)
+        halves = self._halves
+        with closing(self._losses(halves.choosing, bench.clock.left("losses") / 2)) as losses:
+            chooser = Chooser(losses, halves.img_dir, halves.choosing, self._folder)
+            try:
+                shapes = chooser(bench)
+            finally:  # also after Ctrl-C
+                self._report["changes"] = [change.fields(bench) for change in chooser.changes]
+        self._chooser = chooser
+        return shapes
+
+    def confirm(self, bench: Bench, verdict: Verdict) -> Verdict:
+        """The verdict, if the other half of the pictures shows that the best file keeps the tolerance.
+
+        Else that of the file without the change that lost most; only once, so that both intervals are right with 95 %.
+        """
+        if verdict.kind not in ("better", "as good"):
+            return verdict
+        assert self._chooser is not None
+        bench.clock.show("certify")
+        # NOTE: also if the other phases took longer than they should: without a certificate all was in vain.
+        seconds = max(self._seconds_to_certify, bench.clock.left("certify"))
+        with closing(self._losses(self._halves.certifying, seconds)) as losses:
+            comparison = losses.of(verdict.best.candidate, seconds)
+            if not is_within(comparison) and verdict.kind == "better":
+                fewer = self._chooser.with_fewer(verdict.best.candidate, bench, _on_others(comparison))
+                if fewer is not None:
+                    bench.trials.append(trial := Trial(fewer))
+                    trial.measure(bench.loops, bench.known.base, range(2))
+                    verdict = verify(bench.trials[0], [trial], bench.loops, bench.goal, bench.clock)
+                    comparison = losses.of(verdict.best.candidate, seconds)
+        if verdict.kind == "as good":
+            self._chooser.undo()
+        self._report["changes"] = [change.fields(bench) for change in self._chooser.changes]
+        self._report["loss"] = tolerance_json(comparison)
+        self._report["certified"] = is_within(comparison)
+        if not is_within(comparison):
+            return Verdict("cannot tell", bench.trials[0], why=f"the best file is {_on_others(comparison)}")
+        return verdict
+
+    def _losses(self, paths: Sequence[Path], seconds: float) -> Losses:
+        return Losses(self._tables, self._tolerance, self._halves.img_dir, paths, seconds)
+
+    def _share_out(self, bench: Bench) -> None:
+        """Set the ends of the phases. ``ToolError`` if there is too little time to certify anything."""
+        least, budget = least_pictures(self._tolerance), bench.clock.seconds
+        seconds = CERTIFY_TIMES * least / bench.known.answers + CERTIFY_S
+        if seconds > MOST_TO_CERTIFY * budget:
+            enough = math.ceil(seconds / MOST_TO_CERTIFY)
+            why = f"{least} pictures, the least for {self._tolerance}, take about {seconds:.0f} s to certify"
+            raise ToolError(f"--budget {budget:g}: {why}; --budget {enough} is enough")
+        self._seconds_to_certify = seconds = max(seconds, LEAST_TO_CERTIFY * budget)
+        rest = 1 - seconds / budget
+        bench.clock.ends = {"profile": 0.0, **{name: end * rest for name, end in ENDS.items()}, "certify": 1.0}
+
+
+def _on_others(comparison: Comparison) -> str:
+    """What the pictures that chose nothing show about a file."""
+    return f"{answer(comparison).removeprefix('B is ')}, on the other half of the pictures"
+
+
+def pictures_of(halves: Halves) -> dict[str, Any]:
+    """How many pictures there are, and the hash of their names and contents."""
+    found = hashlib.sha256()
+    for path in sorted([*halves.choosing, *halves.certifying]):
+        found.update(f"{certificate.file_hash(Path(halves.img_dir, path))}  {path.as_posix()}\n".encode())
+    counts = {"choosing": len(halves.choosing), "certifying": len(halves.certifying)}
+    return {"folder": halves.img_dir, "count": sum(counts.values()), **counts, "sha256": found.hexdigest()}
+
+
+def gpu_names() -> list[str]:
+    """The names of the CUDA devices."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+# --- files
+
+
+def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted, code: Sequence[str]) -> None:
+    """Write the compiled file with its int8 models, the certificate and its page; names them in ``report``."""
+    stem, written = out.with_suffix(""), copied(tables, os.fspath(out))
+    try:
+        for name, table in written.items():
+            for key, value in table.items():
+                if isinstance(value, str) and value.endswith(INT8) and "torchpipe-compile-" in value:
+                    model = Path(f"{stem}.{name}{INT8}")
+                    replace_file(model, Path(value).read_bytes())
+                    table[key] = model.name  # beside the TOML file
+                    report["written"].append(os.fspath(model))
+    except OSError as error:
+        raise ToolError(f"{error.filename}: cannot be written: {error.strerror}") from error
+    proof = Path(f"{stem}{certificate.ENDING}")
+    report["command"] = f"{serve_command(out, report, wanted.imports)} --require-certificate {shlex.quote(str(proof))}"
+    tuned.write_tuned(out, report, written, "compiled by torchpipe compile")
+    content = text.new_certificate(report, out, _commands(report, out, wanted), code)
+    write_json(proof, content)
+    write_text(proof.with_suffix(".html"), text.page(content, report))
+    report["written"] += [os.fspath(out), os.fspath(proof), os.fspath(proof.with_suffix(".html"))]
+
+
+def _commands(report: Mapping[str, Any], out: Path, wanted: Wanted) -> dict[str, str]:
+    """The commands that check the figures of the loss, renew the certificate, and serve the file."""
+    pictures = ["--img_dir", report["img_dir"], "--tolerance", report["tolerance"]]
+    imports = [part for name in wanted.imports for part in ("--import", name)]
+    goal = [] if wanted.slo_p99 is None else ["--slo-p99", f"{1000 * wanted.slo_p99:g}"]
+    goal += [] if wanted.rate is None else ["--rate", f"{wanted.rate:g}"]
+    goal += [] if wanted.cores is None else ["--cores", str(wanted.cores)]
+    goal += [] if wanted.gpu_memory is None else ["--gpu-memory", str(wanted.gpu_memory)]
+    goal += [] if wanted.budget == DEFAULT_BUDGET_S else ["--budget", f"{wanted.budget:g}"]
+    renew = ["torchpipe", "compile", report["config"], *pictures, "--out", os.fspath(out), *goal, *imports]
+    check = ["torchpipe", "parity", report["config"], os.fspath(out), *pictures, *imports]
+    return {"check": shlex.join(check), "renew": shlex.join(renew), "serve": report["command"]}
+
+
+# --- the command
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    """0 once a file is certified, 1 if none is, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot compile."""
+    path = Path(args.config)
+    out = args.out or path.with_name(f"{path.stem}.compiled.toml")
+    check_out(path, out, {"json": args.json})
+    options = options_of(args)
+    with progress_bar(args.progress, has_lines=True) as show:
+        options["progress"] = lambda phase, share, left: show(phase, share, f"about {left:.0f} s left")
+        report = compile_config(args.config, args.img_dir, args.tolerance, out, **options)
+    print("\n".join([*text.lines_of(report), text.verdict_line(report)]), flush=True)
+    if report["certified"]:
+        print("\n".join([*report["written"], report["command"]]), flush=True)
+    if args.json is not None:
+        write_json(args.json, report)
+    return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0 if report["certified"] else 1
