@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import metrics
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.certificate import check_certificate
 from torchpipe_py.cores import NVIDIA, limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
@@ -180,6 +181,7 @@ __all__ = [
     "answer_of",
     "answers",
     "call_from_any_thread",
+    "check_certificate",
     "check_name",
     "check_names",
     "compression",

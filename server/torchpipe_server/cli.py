@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from torchpipe_py import ConfigError, TorchpipeError
-from torchpipe_py.serving import NVIDIA, counted
+from torchpipe_py.serving import NVIDIA, counted, to_strings
 from torchpipe_server.front.hosts import is_loopback
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
@@ -53,7 +53,6 @@ def _serve(options: Options) -> int:
     _require_libraries(options)
     # NOTE: import these under the signal handler, because it takes a moment.
     import torchpipe_py
-    from torchpipe_py import parse_toml
     from torchpipe_py.serving import load_idl, used_backends
     from torchpipe_server.supervisor.forker import prepare_fork_server
     from torchpipe_server.supervisor.supervisor import Supervisor
@@ -63,7 +62,7 @@ def _serve(options: Options) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if files == resource.RLIM_INFINITY:
         files = sys.maxsize
-    read = partial(_read_folder, options) if os.path.isdir(options.config) else partial(parse_toml, options.config)
+    read = partial(_read_folder if os.path.isdir(options.config) else _read_file, options)
     tables = read()
     libraries = ["tensorrt"] if tables and "TensorrtTensor" in used_backends(tables) else []
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
@@ -108,10 +107,22 @@ def _serve(options: Options) -> int:
         return 0
 
 
+def _read_file(options: Options) -> Any:
+    """The tables of a TOML file. ``ConfigError`` if it is wrong, or not what ``--require-certificate`` certifies."""
+    from torchpipe_py import parse_toml
+    from torchpipe_py.serving import check_certificate
+
+    if options.require_certificate:
+        return check_certificate(options.require_certificate, options.config, to_strings(options.import_code))
+    return parse_toml(options.config)
+
+
 def _read_folder(options: Options) -> Any:
     """The models of a folder. ``ConfigError`` if it has none to serve, or a wrong one with ``--exit-on-error``."""
     from torchpipe_py.serving import NO_MODEL, read_folder
 
+    if options.require_certificate:
+        raise ConfigError(f"--require-certificate: certifies one TOML file, and {options.config} is a folder")
     folder = read_folder(options.config)
     if folder.problems and (options.exit_on_error or not (folder or options.repository_control)):
         raise ConfigError("\n".join(folder.problems.values()))

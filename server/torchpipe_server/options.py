@@ -29,7 +29,7 @@ class Group(Enum):
 
     LISTENING = "where it listens, and to whom"
     PROCESSES = "processes and devices"
-    CODE = "code and cameras"
+    CODE = "code, certificate and cameras"
     WAITING = "deadlines and overload"
     LIMITS = "limits of connections and messages"
     ENDINGS = "replacing and stopping processes"
@@ -133,6 +133,12 @@ class Options:
         "modules or .py files with custom backends, separated by commas",
         flag="--import",
         brief="modules or .py files with custom backends",
+    )
+    require_certificate: str = _option(
+        Group.CODE,
+        "",
+        "certificate of torchpipe compile; refuse to start or reload if the TOML file, its models, code or the "
+        "libraries are not those that it certifies",
     )
     streams: str = _option(
         Group.CODE, "", "TOML file of cameras, video files and network streams that the workers read as well"

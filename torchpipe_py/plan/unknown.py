@@ -14,6 +14,7 @@ SERVICE_FLAGS = (
     *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "exit-on-error", "no-page"),
     *("allowed-hosts", "cors-origin", "forward-headers"),
     *("hang-seconds", "start-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
+    "require-certificate",
 )
 """Options of ``torchpipe-serve`` that may be mistaken for keys."""
 
