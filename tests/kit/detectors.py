@@ -69,9 +69,10 @@ def detector_file(folder: Path, names: Any) -> str:
 
 def constant_model(path: Path, outputs: Mapping[str, np.ndarray], metadata: Mapping[str, str] = {}) -> str:
     """An ONNX file for images N×3×64×64 whose outputs, 1×…, are the same for each image."""
-    nodes = [helper.make_node("ReduceMean", ["images", "axes"], ["mean"], keepdims=1)]
+    # NOTE: opset 17, with the axes as an attribute, is the last one that TensorRT 8.6 reads.
+    nodes = [helper.make_node("ReduceMean", ["images"], ["mean"], axes=[1, 2, 3], keepdims=1)]
     nodes.append(helper.make_node("Mul", ["mean", "zero"], ["zeros"]))  # N×1×1×1
-    constants = {"axes": np.array([1, 2, 3]), "zero": np.zeros((), np.float32)}
+    constants = {"zero": np.zeros((), np.float32)}
     values = []
     for name, array in outputs.items():
         constants[f"{name}_value"] = array.astype(np.float32)
@@ -82,7 +83,7 @@ def constant_model(path: Path, outputs: Mapping[str, np.ndarray], metadata: Mapp
     images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 3, 64, 64])
     weights = [numpy_helper.from_array(array, name) for name, array in constants.items()]
     graph = helper.make_graph(nodes, "constant", [images], values, weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     helper.set_model_props(model, dict(metadata))
     onnx.save(model, path)
     return str(path)
