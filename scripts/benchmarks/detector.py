@@ -197,16 +197,19 @@ def _grpc_ask(port: int, model: str) -> Ask:
     from torchpipe_py.methods.rpc.messages import message
 
     request, answer = message("inference.ModelInferRequest"), message("inference.ModelInferResponse")
-    infer = grpc.insecure_channel(f"127.0.0.1:{port}").unary_unary(
-        "/inference.GRPCInferenceService/ModelInfer",
-        request_serializer=lambda given: given.SerializeToString(),
-        response_deserializer=answer.FromString,
-    )
+    of_thread = threading.local()  # a connection for each client, as over HTTP: one connection has one worker
 
     def ask(content: bytes) -> Boxes:
+        if not hasattr(of_thread, "infer"):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            of_thread.infer = grpc.insecure_channel(f"127.0.0.1:{port}", options=options).unary_unary(
+                "/inference.GRPCInferenceService/ModelInfer",
+                request_serializer=lambda given: given.SerializeToString(),
+                response_deserializer=answer.FromString,
+            )
         tensor = {"name": "data", "datatype": "BYTES", "shape": [1]}
         raw = struct.pack("<I", len(content)) + content
-        given = infer(request(model_name=model, inputs=[tensor], raw_input_contents=[raw]), timeout=60)
+        given = of_thread.infer(request(model_name=model, inputs=[tensor], raw_input_contents=[raw]), timeout=60)
         found = {each.name: raw for each, raw in zip(given.outputs, given.raw_output_contents, strict=True)}
         boxes, scores = (np.frombuffer(found[name], np.float32) for name in ("boxes", "scores"))
         classes = np.frombuffer(found["classes"], np.int64)
