@@ -209,6 +209,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
     "TOML": (lambda: edit("c.toml", "max = 4", "max = 8"), "c.toml is not the certified file: SHA-256 "),
     "an edited gain": (lambda: edited(lambda content: content["figures"].update(gain=9.9)), "it was edited: "),
     "an edited loss": (lambda: edited(lambda content: content["loss"]["limits"][0].update(high=0.0)), "it was edited"),
+    "no number": (lambda: edited(lambda content: content["figures"].update(gain=float("nan"))), "it was edited: "),
     "an edited hash": (lambda: edited(lambda content: content["compiled"].update(sha256="0")), "it was edited: "),
     "another version": (lambda: edited(lambda content: content.update(schema=2)), "of version 2, this "),
     "another file": (lambda: Path("c.certificate.json").write_text("[]"), "not a certificate, which torchpipe compile"),
