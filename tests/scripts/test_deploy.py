@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from kit.clients import IDL, connect
+from kit.proxies import listens, make_certificates, nginx
 from kit.services import Process, reserved_port, serving
 from kit.waits import WAIT, eventually, run
 from thriftpy2.rpc import make_client
@@ -148,22 +149,6 @@ def test_the_dashboard_asks_the_data_source_that_is_chosen() -> None:
 # -- TLS -----------------------------------------------------------------------------------------------------------
 
 
-def make_certificates(folder: Path) -> None:
-    """An authority, certificates of a server and a client signed by it, and an unsigned one."""
-    new = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    commands = [(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")]
-    commands += [(*new, "-x509", "-days", "2", "-subj", "/CN=mallory", "-keyout", "other.key", "-out", "other.crt")]
-    (folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1")
-    (folder / "client.ext").write_text("extendedKeyUsage=clientAuth")
-    for name in ("server", "client"):
-        commands.append((*new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr"))
-        signed = ("openssl", "x509", "-req", "-days", "2", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
-        commands.append((*signed, "-extfile", f"{name}.ext", "-in", f"{name}.csr", "-out", f"{name}.crt"))
-    for command in commands:
-        done = run(*command, cwd=folder)
-        assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture
 def proxy(tmp_path: Path) -> Iterator[int]:
     """The port of nginx, as configured in scripts/deploy, before a service; its certificates lie in ``tmp_path``."""
@@ -174,34 +159,13 @@ def proxy(tmp_path: Path) -> Iterator[int]:
         pytest.skip("nginx has no stream module here (libnginx-mod-stream)")
     make_certificates(tmp_path)
     with reserved_port() as port, serving("Identity") as server:
-        text = NGINX.read_text()
-        for there, here in {
+        changes = {
             "modules/ngx_stream_module.so": str(MODULE),
-            "0.0.0.0:9443": f"127.0.0.1:{port}",
             "/etc/torchpipe/clients-ca.crt": str(tmp_path / "ca.crt"),
-            "/etc/torchpipe/": f"{tmp_path}/",
-            "/var/log/nginx/": f"{tmp_path}/",
             "127.0.0.1:8888": f"127.0.0.1:{server.port}",
-        }.items():
-            assert there in text, f"{there} is no longer in {NGINX}"
-            text = text.replace(there, here)
-        config = tmp_path / "nginx.conf"
-        config.write_text(f"daemon off; pid {tmp_path}/nginx.pid; error_log {tmp_path}/error.log;\n{text}")
-        command = ["nginx", "-p", str(tmp_path), "-c", str(config), "-e", str(tmp_path / "error.log")]
-        tested = run(*command, "-t")
-        assert tested.returncode == 0, tested.stderr
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            eventually(lambda: _listens(port), "nginx does not listen")
+        }
+        with nginx(NGINX, tmp_path, port, changes):
             yield port
-        finally:
-            process.terminate()
-            process.wait(WAIT)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_client_with_a_certificate_is_answered(proxy: int, tmp_path: Path) -> None:
@@ -255,7 +219,7 @@ def test_clients_of_a_balancer_notice_nothing_when_a_service_ends(tmp_path: Path
         assert tested.returncode == 0, tested.stderr
         process = subprocess.Popen(["haproxy", "-f", config, "-db"], stderr=subprocess.DEVNULL, **descriptor)
         try:
-            eventually(lambda: _listens(port), "haproxy does not listen")
+            eventually(lambda: listens(port), "haproxy does not listen")
             with Client(f"127.0.0.1:{port}") as client:
                 labels = [client.infer_batch(image).label for _ in range(4)]
                 one.signal()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +14,13 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
+from kit.proxies import make_certificates, nginx  # noqa: E402
 from kit.services import LocalServer, reserved_port, serving  # noqa: E402
-from kit.waits import WAIT, eventually, run  # noqa: E402
-from test_deploy import _listens, make_certificates  # noqa: E402
+from kit.waits import WAIT, eventually  # noqa: E402
 
 NGINX = Path(__file__).parents[2] / "scripts/deploy/nginx-http.conf"
+TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+"""What nginx keeps in folders of its own, which an ordinary user may not write."""
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 
 
@@ -48,11 +49,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         services = {name: stack.enter_context(serving("Identity", **forwarded)) for name in names}
         gone, port = stack.enter_context(reserved_port()), stack.enter_context(reserved_port())
         grpc = stack.enter_context(serving("Identity", grpc_port=0)).grpc_port
-        text = NGINX.read_text()
-        for there, here in {
-            "0.0.0.0:9443": f"127.0.0.1:{port}",
-            "/etc/torchpipe/": f"{folder}/",
-            "/var/log/nginx/": f"{folder}/",
+        changes = {
             "127.0.0.1:8888": f"127.0.0.1:{services['stable'].port}",
             "127.0.0.1:8889": f"127.0.0.1:{services['canary'].port}",
             "127.0.0.1:8890": f"127.0.0.1:{services['shadow'].port}",
@@ -60,28 +57,13 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
             '        10% 1;\n        * "";': '        50% 1;\n        * "";',
             "        canary canary;\n": "        canary canary;\n        gone gone;\n",
             "    upstream grpc {": f"    upstream gone {{ server 127.0.0.1:{gone}; }}\n    upstream grpc {{",
-        }.items():
-            assert there in text, f"{there} is no longer in {NGINX}"
-            text = text.replace(there, here)
-        config = folder / "nginx.conf"
-        temporary = "".join(
-            f"{kind}_temp_path {folder}/{kind};\n" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        )
-        text = text.replace("http {\n", f"http {{\n{temporary}", 1)
-        config.write_text(f"daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;\n{text}")
-        command = ["nginx", "-p", str(folder), "-c", str(config), "-e", str(folder / "error.log")]
-        tested = run(*command, "-t")
-        assert tested.returncode == 0, tested.stderr
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            eventually(lambda: _listens(port), "nginx does not listen")
+            "http {\n": "http {\n" + "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in TEMPORARY),
+        }
+        with nginx(NGINX, folder, port, changes):
             context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
             url = f"https://127.0.0.1:{port}"
             with httpx.Client(base_url=url, verify=context, timeout=WAIT, trust_env=False) as client:
                 yield Proxy(client, services, folder, port)
-        finally:
-            process.terminate()
-            process.wait(WAIT)
 
 
 def test_answers_a_known_key_and_passes_on_the_name_instead(proxy: Proxy) -> None:
