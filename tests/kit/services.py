@@ -23,7 +23,7 @@ from torchpipe_server.cli import reserve
 from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import log_request
 from torchpipe_server.front.journal import Journal
-from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
+from torchpipe_server.front.loop import every, new_loop
 from torchpipe_server.front.server import Server
 from torchpipe_server.front.services import services_of
 from torchpipe_server.options import Options
@@ -35,6 +35,7 @@ from torchpipe_server.worker.service import usual_service
 from kit.steered import FILE, steering
 from kit.waits import WAIT, eventually
 from torchpipe_py import Signature, pipe
+from torchpipe_py.methods.call import call_from_any_thread
 from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.methods.timing import timed
 

@@ -22,11 +22,11 @@ from torchpipe_py.serving import (
     HttpRequest,
     Method,
     StreamSource,
+    call_from_any_thread,
     compression,
     counted,
 )
 from torchpipe_server.front.journal import Entry
-from torchpipe_server.front.loop import call_from_any_thread
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION

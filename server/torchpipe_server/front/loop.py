@@ -11,7 +11,7 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
-from torchpipe_py.serving import call_from_any_thread as call_from_any_thread
+from torchpipe_py.serving import call_from_any_thread
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -15,9 +15,9 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
-from torchpipe_py.serving import ChildProcess, Joined
+from torchpipe_py.serving import ChildProcess, Joined, call_from_any_thread
 from torchpipe_server.front.journal import Journal
-from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.front.loop import Loop
 from torchpipe_server.options import Options
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import EngineProcess, Start, Worker, run_process

@@ -34,8 +34,8 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import ConfigError
-from torchpipe_py.serving import BOUNDS_MS, TOTALS, Folder, add
-from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
+from torchpipe_py.serving import BOUNDS_MS, TOTALS, Folder, add, call_from_any_thread
+from torchpipe_server.front.loop import every, new_loop
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from time import sleep
 from typing import Any, NamedTuple
 
+from torchpipe_py.serving import call_from_any_thread
 from torchpipe_server.front.journal import SharedMemory
-from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.front.loop import Loop
 
 logger = logging.getLogger("torchpipe_server")
 

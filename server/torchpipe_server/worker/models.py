@@ -15,6 +15,7 @@ from torchpipe_py.serving import (
     Folder,
     Pipes,
     add,
+    call_from_any_thread,
     describe,
     engine_part,
     live_svg,
@@ -24,7 +25,7 @@ from torchpipe_py.serving import (
     release_freed_memory,
     sections,
 )
-from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.front.loop import Loop
 from torchpipe_server.options import Options
 from torchpipe_server.worker.service import make_plan
 

@@ -12,8 +12,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import TorchpipeError
-from torchpipe_py.serving import PLACES, Frame, Streams, describe, draw_boxes, folded
-from torchpipe_server.front.loop import Inbox, Loop, call_from_any_thread
+from torchpipe_py.serving import PLACES, Frame, Streams, call_from_any_thread, describe, draw_boxes, folded
+from torchpipe_server.front.loop import Inbox, Loop
 from torchpipe_server.worker.channel import Channel
 
 if TYPE_CHECKING:
