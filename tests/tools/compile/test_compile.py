@@ -7,7 +7,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kit.measurer import FakeMeasurer, use_measurer
@@ -15,13 +17,16 @@ from kit.measurer import FakeMeasurer, use_measurer
 from torchpipe_py import ConfigError, parse_toml, pipe
 from torchpipe_py.certificate import DIGEST, check_certificate, digest
 from torchpipe_py.cli import main
+from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
 from torchpipe_py.tools.compile import compile_config
+from torchpipe_py.tools.compile.changes import Change, Chooser
 from torchpipe_py.tools.compile.losses import Losses, least_pictures
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.tune.candidates import Candidate, as_served
+from torchpipe_py.tools.tune.candidates import Candidate, as_served, shapes_of
 from torchpipe_py.tools.tune.measure import Profile
+from torchpipe_py.tools.tune.pixels import Alternative, shapes_with
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIXELS = '[n]\nbackend = "S[DecodeMat,ResizeMat]"\nresize_h = 32\nresize_w = 32\n'
@@ -180,6 +185,26 @@ def test_change_that_loses_too_much_on_the_other_half_is_undone(
     assert (report["verdict"], report["certified"]) == (verdict, True)
     assert outcomes(report)[NEAREST] == "refused"
     assert parse_toml("out.toml")["n"] == {**parse_toml("p.toml")["n"], **left}
+
+
+def test_shape_with_fewer_changes_shares_what_the_best_one_shares(copy: Path) -> None:
+    """A change for a GPU offers each shape with the other sharing, too."""
+    (copy / "own.toml").write_text(CLASSES + "shared = true\n", encoding="utf-8")
+    shapes = shapes_of(Tables.of("own.toml"))
+    used = [
+        Alternative(NEAREST, "resize", {"interpolation": "nearest"}, needs_gpu=True),
+        Alternative(AT_LEAST, "decode size", {"at_least": "1x"}),
+    ]
+    bench: Any = SimpleNamespace(shapes=shapes)
+    found = shapes_with(shapes, used)
+    assert {bool(best.heads) for best in found} == {False, True}
+    for best in found:
+        chooser = Chooser(Mock(), "", (), copy)
+        chooser.used = [Change(each) for each in used]
+        fewer = chooser.with_fewer(best, bench, "it loses too much")
+        assert fewer is not None
+        assert (len(chooser.used), bool(fewer.heads)) == (1, bool(best.heads))
+        assert fewer.alternative == chooser.used[0].name
 
 
 # --- the certificate

@@ -132,14 +132,15 @@ class Chooser:
         """
         if not self.used:
             return None
-        names = ", ".join(change.name for change in self.used)
+        used = [change.alternative for change in self.used]
+        plain = next(
+            shape for shape in bench.shapes if any(each.shape == best.shape for each in shapes_with([shape], used))
+        )
         most = max(self.used, key=lambda change: change.loss)
         self.used.remove(most)
         most.outcome, most.why = Outcome.REFUSED, why
-        shape = best.shape.removesuffix(", shared").removesuffix(f", {names}")
-        plain = next(each for each in bench.shapes if each.shape == shape)
         fewer = with_alternatives(plain, [change.alternative for change in self.used])
-        if best.heads and not fewer.heads:
+        if bool(best.heads) != bool(fewer.heads):
             fewer = with_other_sharing(fewer) or fewer
         fewer = replace(fewer, workers=best.workers, engines=best.engines)
         for setting, value in best.settings:
