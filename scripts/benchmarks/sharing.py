@@ -45,7 +45,9 @@ class Service:
         """Start it; the port it listens on."""
         began = monotonic()
         engines = ["--engines", str(self.engines)] if self.is_shared else []
-        with serving(self.config, ["--workers", str(self.workers), *engines, *options]) as port:
+        # NOTE: clients that send without a pause queue for as long as they are many, and none is to be refused.
+        fixed = ["--workers", str(self.workers), "--queue-target-ms", "0"]
+        with serving(self.config, [*fixed, *engines, *options]) as port:
             self.ready_s.append(monotonic() - began)
             progress(f"{self.name}: ready after {self.ready_s[-1]:.1f} s")
             yield port
