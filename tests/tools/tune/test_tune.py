@@ -38,6 +38,7 @@ from torchpipe_py.tools.tune.candidates import (
     process_candidates,
     setting_candidates,
     shapes_of,
+    unkept_engines,
 )
 from torchpipe_py.tools.tune.measure import NEVER_S, WARM_UP_CLIENTS, Goal, Loops, Point, Profile, Service, profile
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, alternatives_of, parity_of, with_alternative
@@ -348,6 +349,20 @@ def test_engine_keeps_its_batches() -> None:
     (plan,) = Candidate("x", config).pipeline.plans.values()
     assert {"max", "threads"} <= set(knobs_of(plan, has_gpu=False))
     assert {"max", "threads"} & set(knobs_of(plan, has_gpu=True)) == set()
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "found"),
+    [
+        ("TensorrtTensor", {}, ["n"]),
+        ("S[DecodeMat,SyncTensor[S[Mat2Tensor,TensorrtTensor]]]", {}, ["n"]),
+        ("TensorrtTensor", {"model::cache": "kept.trt"}, []),
+        ("OnnxTensor", {}, []),
+    ],
+)
+def test_names_the_nodes_whose_engines_no_file_keeps(backend: str, more: dict[str, str], found: list[str]) -> None:
+    config = tables(n={"backend": backend, "max": 4, **DEMO_MODEL, **more})
+    assert unkept_engines(Candidate(WRITTEN, config).pipeline) == found
 
 
 # --- search and verdict, by a fake measurer

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import MOST_BY_CORES, NodePlan, Pipeline, plan_pipeline
@@ -115,6 +116,19 @@ def knobs_of(plan: NodePlan, has_gpu: bool = False) -> tuple[str, ...]:
         keys.append("max")
     high = (plan.batch_range() or (1, 1))[1]
     return (*keys, "batching_timeout") if high > 1 or "max" in keys else tuple(keys)
+
+
+def unkept_engines(pipeline: Pipeline) -> list[str]:
+    """The nodes that build an engine at each start, since no file keeps it."""
+    found = []
+    for name, plan in pipeline.plans.items():
+        for part in (part for backend in plan.backends for part in backend.parts()):
+            keys = {param.key: attribute for attribute, param in part.cls.parameters().items()}
+            if "model::cache" not in keys or part.params[keys["model::cache"]]:
+                continue
+            if ModelFile(part.params["model"]).is_onnx:
+                found.append(name)
+    return found
 
 
 def has_batches(plan: NodePlan) -> bool:

@@ -20,7 +20,7 @@ from torchpipe_py.tools.load.arrivals import load_images, poisson_times, rescale
 from torchpipe_py.tools.load.measure import CpuMeter
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune import report as text
-from torchpipe_py.tools.tune.candidates import ENGINES, Candidate, shapes_of
+from torchpipe_py.tools.tune.candidates import ENGINES, Candidate, shapes_of, unkept_engines
 from torchpipe_py.tools.tune.measure import CALLS, MOST_ARRIVALS, Goal, Loops, Profile, Service, profile
 from torchpipe_py.tools.tune.search import Budget, Progress, Trial, search
 from torchpipe_py.tools.tune.verify import Verdict, verify
@@ -149,6 +149,9 @@ def measure(
             stack.callback(service.close)
             if wanted.gpu_memory is not None and not service.has_gpu:
                 raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
+            if service.has_gpu and (building := unkept_engines(shapes[0].pipeline)):
+                why = "each candidate would build its engine again; set model::cache, a file that keeps it"
+                raise ToolError(f"{tables.source}: {', '.join(building)}: {why}")
             meter = CpuMeter(service.pids, [])
             meter.start()
             known = profile(service, shapes[0], len(usable), list(images), MOST_ONE_BY_ONE_SHARE * wanted.budget)
