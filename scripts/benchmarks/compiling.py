@@ -119,7 +119,7 @@ postprocessor = "L2Normalize"
 CASES: dict[str, tuple[str, tuple[int, int], int, str]] = {
     "classifier, 1080p, tight": (CLASSIFIER, FULL_HD, 900, "top1=0.99, score=0.01"),
     "classifier, 1080p": (CLASSIFIER, FULL_HD, 900, "top1=0.96"),
-    "classifier, 12 MP": (CLASSIFIER, TWELVE, 180, "top1=0.95"),
+    "classifier, 12 MP": (CLASSIFIER, TWELVE, 360, "top1=0.95"),
     "detector, 1080p": (DETECTOR, FULL_HD, 500, "missing=0.05, additional=0.05, box=4, images=0.95"),
     "segmenter, 1080p": (SEGMENTER, FULL_HD, 500, "changed=0.02"),
     "embedding, 1080p": (EMBEDDING, FULL_HD, 500, "cosine=0.98, images=0.95"),
