@@ -47,7 +47,7 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
         "Handler HttpAnswer",
         "[Over Thrift](service.md#a-custom-handler), [over HTTP](protocols.md#a-handler-with-routes).",
     ),
-    "Streams": ("torchpipe_py.streams", "Streams Frame", "[Video](images.md#video)."),
+    "Streams": ("torchpipe_py.streams", "Streams Frame", "[Video](video.md)."),
     "Training": (
         "torchpipe_py.training",
         "wrap_dataloader_torchpipe LoaderOptions TorchpipeLoader Batch TensorToTensor ImageFiles ImageFolder LmdbImages"
@@ -101,7 +101,8 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
             continue
         for name, value in vars(base).items():
             member = value if isinstance(value, property) else inspect.unwrap(getattr(value, "__func__", value))
-            is_member = inspect.isfunction(member.fget if isinstance(member, property) else member)
+            function = member.fget if isinstance(member, property) else member
+            is_member = inspect.isfunction(function) and function.__module__.startswith("torchpipe_")
             if is_member and member.__doc__ and (name == "__call__" or name[0] != "_") and name not in seen:
                 seen.add(name)
                 yield name, member

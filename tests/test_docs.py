@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from torchpipe_server import options
 from torchpipe_py.cli import markdown_table
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.training import LoaderOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md") for page in sorted(ROOT.glob(pattern))]
@@ -279,6 +281,12 @@ def test_the_table_of_backends_is_the_generated_one() -> None:
 def test_the_api_reference_is_that_of_the_docstrings() -> None:
     shown = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     assert shown == api_page.page(), "run: python scripts/api_page.py"
+
+
+def test_the_api_reference_leaves_out_functions_of_other_packages() -> None:
+    # A default of a dataclass is an attribute of the class: PyTorch's function, with PyTorch's docstring.
+    assert isfunction(LoaderOptions.collate_labels)
+    assert "collate_labels" not in dict(api_page.members(LoaderOptions))
 
 
 def test_the_flags_of_the_service_are_the_declared_ones() -> None:

@@ -72,9 +72,9 @@ BUILT_IN_POSTPROCESSORS = {
 class Registry:
     """Names to backends, filters and postprocessors: built-in ones, registered ones, backends of installed packages.
 
-    ``entry_points(group=…)`` finds the latter. Any thread may register. A name never changes its meaning, unless the
-    code that defines it runs again, as a cell of a notebook or a module that is reloaded: pipes that are built later
-    use the new class.
+    ``entry_points(group=…)`` finds the backends of installed packages. Any thread may register. A name never changes
+    its meaning, unless the code that defines it runs again, as a cell of a notebook or a module that is reloaded: pipes
+    that are built later use the new class.
     """
 
     def __init__(self, entry_points: Callable[..., Iterable[Any]] = entry_points) -> None:
@@ -116,8 +116,9 @@ class Registry:
         """Make a filter usable as ``filter = "name"``, ``(name)Backend`` and ``Python[name]``; usable as a decorator.
 
         It is a function from a request's dict to a ``Status``, or a class with such a ``forward(data)``, perhaps with
-        ``init(config)``. Each node that names a class has an instance of it, and each instance of a backend one for
-        each place that names it. A node's filter is called by many threads at once. It may change the dict.
+        ``init(config)``. A class is instantiated once for each node whose ``filter`` names it, and, inside a backend
+        expression, once for each place and instance of the node. A node's filter is called by many threads at once. It
+        may change the dict.
         """
         if not callable(filter_) or (isinstance(filter_, type) and not callable(getattr(filter_, "forward", None))):
             raise ConfigError(f"{name or filter_!r}: expected a function, or a class with a method 'forward'")

@@ -125,10 +125,10 @@ class Client(BaseClient[Pool]):
     ) -> dict[str, Any]:
         """Run any pipeline: ``inputs`` are entries of the request's dict; returns the keys that ``outputs`` names.
 
-        Values are bytes, text, numbers, NumPy arrays (``bool``, ``uint8``, ``int8`` to ``int64``, ``float16`` to
-        ``float64``, of any shape) and lists of arrays; results may also be dicts and lists, tuples are lists then, and
-        ``Detections``. By default ``outputs`` is ``result``. ``parameters``, such as ``{"threshold": 0.5}``, are for
-        the pipeline's backends: values that JSON has.
+        Values are bytes, text, numbers, NumPy arrays (``bool``, ``uint8`` to ``uint64``, ``int8`` to ``int64``,
+        ``float16`` to ``float64``, ``bfloat16``, strings; of any shape) and lists of arrays. Results may also be
+        ``Detections``, dicts and lists; tuples arrive as lists. By default ``outputs`` is ``result``. ``parameters``,
+        such as ``{"threshold": 0.5}``, are for the pipeline's backends: values that JSON has.
         """
         attempts, trace = Attempts(self._limits, timeout, deadline_ms), trace_fields(traceparent)
         return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace, priority, parameters))

@@ -22,11 +22,11 @@ class Postprocessors(Protocol):
 class Param:
     """A parameter of a backend, declared once as a class attribute.
 
-    ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
+    ``convert`` turns the raw TOML value into the typed one; its ``ValueError`` says in a sentence what is expected;
     ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` requires an existing file, ``kept``
     marks a file that the backend writes; ``key`` is the name in the configuration if it differs from the attribute's,
-    ``also`` holds further names. ``named``: the last word of ``key``, after ``::``, stands for any name, and the value
-    is a tuple of pairs, the name and the typed value, sorted.
+    ``also`` holds further names. ``named``: ``key`` ends in ``::WORD``, and any name may replace that word, once or
+    several times; the value is a sorted tuple of pairs, the name and the typed value.
     On an instance the attribute is the typed value.
     """
 

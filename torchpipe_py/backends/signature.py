@@ -34,9 +34,9 @@ class TensorSpec:
     """A model's declaration of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
 
     ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown. ``labels``
-    name the classes of an output that has one number per class. ``is_scalar``: an output has no dimensions, and not
-    even a batch. ``is_optional``: the model has a value for an input that a request leaves out. ``is_image``: its bytes
-    are an encoded image, which JSON may have as base64 text.
+    name the classes of an output that has one number per class. ``is_scalar``: an output has no dimensions, not
+    even that of a batch. ``is_optional``: the model has a value for an input that a request leaves out. ``is_image``:
+    its bytes are an encoded image, which JSON may have as base64 text.
     """
 
     name: str

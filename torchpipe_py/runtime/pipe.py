@@ -77,8 +77,8 @@ class pipe:
     raise anywhere in a call: the call ends with that exception, and nothing else is lost; this holds for ``submit`` and
     ``acall`` if the handler was set when the pipe was built. A signal handler must not call the pipe.
     ``registry`` has the backends, filters and postprocessors that ``config`` names; the default registry is that of
-    ``register_backend`` and similar. Nodes with batches that requests enter fetch them from ``source``, if given, when
-    they form a batch; each batch is then delivered inside ``source.together()``.
+    ``register_backend`` and similar. With ``source``, root nodes that form batches fetch their requests from it, and
+    each batch is delivered inside ``source.together()``.
     """
 
     def __init__(
@@ -560,7 +560,7 @@ class Ticket:
 
     @property
     def is_running(self) -> bool:
-        """Whether an instance has it; a momentary answer, for a request with one branch."""
+        """Whether an instance has it at this moment; only for a request with one branch."""
         return any(self._request in instance.taken for instance in self._runtime.instances)
 
     @property

@@ -90,9 +90,9 @@ class Streams:
 
     ``streams`` is a TOML file or a dict of dicts, each a table with a ``source``; see ``StreamOptions`` for the keys.
     Iterate over it: frames of one stream are in order, frames of several in order of completion. The iteration ends
-    with the last stream. A frame is fetched and converted when the pipe has room for it: ``in_flight`` frames at once,
-    by default one more than the instances of its widest node hold, and none while as many results wait to be taken.
-    Streams take turns by ``weight``.
+    with the last stream. A frame is fetched and converted when the pipe has room for it. ``in_flight`` is the most
+    frames in the pipe at once, by default one more than its widest node can run (instances × ``max``). No frame enters
+    while that many results wait to be taken. Streams take turns by ``weight``.
     A frame whose request fails has ``error`` in place of ``result``. ``ConfigError`` for streams that cannot be read.
     A request is ``{"data": image, "color": "bgr" or "rgb", "stream": name}``.
     """

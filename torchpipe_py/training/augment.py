@@ -116,7 +116,7 @@ class CutOut(Augmentation):
 
     The centre of a square is a random pixel of the image; parts outside the image are cut off. ``length``: its side in
     pixels, or, as a float up to 1.0, a share of the image's shorter side, rounded down. As in the authors' code, a
-    square has ``length // 2`` pixels before its centre and as many from the centre on; an odd length is one less.
+    square has ``length // 2`` pixels before its centre and as many from the centre on, so an odd length loses a pixel.
     ``fill``: the value of erased pixels, 0 to 255. Raises ``ValueError`` for impossible parameters.
     """
 

@@ -18,7 +18,7 @@ GRACE = 30.0
 
 
 class BatchFeeder(Generic[T]):
-    """``threads`` threads take items of ``source`` in turn and queue ``work(item)``, from which any thread may take.
+    """``threads`` threads take items of ``source`` in turn and queue ``work(item)`` for any thread that iterates.
 
     Each result goes to exactly one consumer, in order of completion; at most ``depth`` wait. Only one thread at a time
     is inside ``source``, so it may be a generator. The first exception of ``source`` or ``work`` stops the feeder;

@@ -30,10 +30,10 @@ def joined_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 class HttpAnswer(NamedTuple):
-    """An answer: ``kind`` is the body's type, ``headers`` are sent beside it and the length.
+    """An answer: ``kind`` is the body's content type; ``headers`` are sent in addition to type and length.
 
-    ``make``, if there is one, makes the body, which takes long: it is called on another thread than the event loop's.
-    ``size`` is the number of bytes that it keeps in memory until then.
+    If making the body takes long, give ``make`` in its place: it returns the body, and is called on another thread than
+    the event loop's. ``size`` is the number of bytes that it keeps in memory until then.
     """
 
     status: int

@@ -52,8 +52,8 @@ class Handler:
     and bytes as they are, an ``HttpAnswer`` with its own status, type and headers. Either ``service`` or ``routes`` may
     be left out.
 
-    ``service`` comes in place of ``InferenceService``. ``routes`` stand beside the standard ones, and in place of those
-    of the same method and path; ``standard_routes = False`` leaves the standard ones out, and gRPC.
+    ``service`` replaces ``InferenceService``. ``routes`` are added to the standard ones, and replace those with the
+    same method and path. With ``standard_routes = False`` there are no standard routes, and no gRPC.
     """
 
     service: ClassVar[Any] = None

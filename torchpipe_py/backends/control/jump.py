@@ -37,9 +37,9 @@ class Jump(DeferredBackend):
     """Runs the graph of the root ``jump`` on the request; the graph's outcome becomes this backend's outcome.
 
     To run it on other data, or several times, subclass and override ``split`` and ``merge``. The graph's nodes batch
-    requests of all jumps and callers together. As the only backend of a node it does not block a thread while it waits,
-    and if the request is abandoned, so are its runs; inside another backend it blocks its instance's thread, and runs
-    to the end.
+    requests of all jumps and callers together. If it is the only backend of a node, it blocks no thread while it waits,
+    and its runs end when the request is abandoned. Inside another backend it blocks the instance's thread until its
+    runs have ended.
     """
 
     reads = ()
