@@ -84,9 +84,9 @@ class Options:
     allowed_hosts: str = _option(
         Group.LISTENING,
         "",
-        "names that HTTP requests may be addressed to, separated by commas, * for any part; besides IP addresses, "
-        "names without a dot and *.localhost. Without names, any host will do where a port is not on loopback, but "
-        "not for loading and unloading models",
+        "names that HTTP requests may be addressed to, separated by commas, * for any part; IP addresses, names "
+        "without a dot and *.localhost are always allowed. Without this flag, a port that is not on loopback answers "
+        "under any name, but loads and unloads models only under allowed ones",
     )
     cors_origin: str = _option(
         Group.LISTENING,
@@ -232,13 +232,13 @@ class Options:
         Group.MODELS, False, "load and unload a folder's models on --port as well, not on --http-port alone"
     )
     exit_on_error: bool = _option(
-        Group.MODELS, False, "a folder: start only if every file can be served, instead of with those that can"
+        Group.MODELS, False, "with a folder of models: start only if every file can be served"
     )
     forward_headers: str = _option(
         Group.PAGES,
         "",
-        "request headers, and metadata of gRPC, that backends get as parameters: names separated by commas, * is "
-        "anything, as x-user-*; at most 32, of 4,096 bytes",
+        "names of request headers, and of gRPC metadata, that backends get as parameters, separated by commas; * is "
+        "any text, as in x-user-*; at most 32 headers of 4,096 bytes each",
     )
     no_page: bool = _option(Group.PAGES, False, "no page to try the pipeline, at / of --port, nor /docs")
     log_level: str = _option(
@@ -255,7 +255,7 @@ class Options:
     server_timing: str = _option(
         Group.PAGES,
         "asked",
-        "answers with Server-Timing, the times in each node; asked: those to ?timing=1 or X-Timing:",
+        "which answers have Server-Timing, the times in each node; asked: if the request has ?timing=1 or X-Timing:",
         choices=("asked", "all"),
     )
 

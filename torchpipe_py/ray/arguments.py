@@ -27,17 +27,19 @@ class Arguments:
     """The arguments of ``app``. ``overrides`` are those with a dot; ``None``: derived from the plan."""
 
     config: str = _argument("", "the TOML file")
-    import_code: str = _argument("", "modules or .py files with backends of your own, by commas", key="import")
+    import_code: str = _argument("", "modules or .py files with custom backends, separated by commas", key="import")
     replicas: int = _argument(1, "replicas; with max_replicas the fewest", 1)
     max_replicas: int | None = _argument(None, "the most replicas: Serve scales between the two", 1)
     scale_on: str = _argument("ongoing", "quantity to scale on", choices=("ongoing", "queue_time"))
     target: float | None = _argument(
-        None, "of a replica: ongoing requests (those that fill two rounds of batches), or ms of queue time (50)", 0.001
+        None, "ongoing requests of a replica (as many as fill two rounds of batches), or ms of queue time (50)", 0.001
     )
     num_cpus: float | None = _argument(None, "CPUs of a replica", 0)
     num_gpus: float | None = _argument(None, "GPUs of a replica", 0)
     max_ongoing_requests: int | None = _argument(None, "requests of a replica (max_inflight + 10,000)", 1)
-    max_queued_requests: int | None = _argument(None, "requests that wait for one, of each proxy or handle", 1)
+    max_queued_requests: int | None = _argument(
+        None, "requests that may wait for a replica, in each proxy or handle", 1
+    )
     deadline_ms: float = _argument(0.0, "longest deadline of a request; 0 is none", 0)
     queue_target_ms: float = _argument(-1.0, "ms that a request without a deadline may wait; as of torchpipe-serve", -1)
     hang_seconds: float = _argument(30.0, "seconds for a batch; then the replica is unhealthy; 0: no limit", 0)
