@@ -19,6 +19,7 @@ from torchpipe_py.plan.config import Place
 from torchpipe_py.streams.config import read_stream
 from torchpipe_py.streams.orientation import AS_STORED, Turn, turn_of_mp4
 from torchpipe_py.streams.source import Picture, SourceError, read_pictures
+from torchpipe_py.streams.unset import FILLS
 
 av = pytest.importorskip("av")
 cv2 = pytest.importorskip("cv2")
@@ -131,6 +132,14 @@ def test_interlaced_frames_are_read_or_refused(tmp_path, codec):
         image, refusal = picture(64, 48), str(error)
     assert not refusal or "is it interlaced?" in refusal
     assert np.abs(image.astype(int) - picture(64, 48)).mean() < 8
+
+
+@pytest.mark.parametrize("gray", FILLS)
+def test_frames_of_the_gray_that_marks_unset_ones_are_read(tmp_path, gray):
+    path = write_clip(tmp_path / "a.mkv", np.full((48, 64, 3), gray, np.uint8), "ffv1", "bgr0", frames=3)
+    found = pictures(path, decoder="opencv")
+    assert [each.pts for each in found] == pytest.approx([number / FPS for number in range(3)], abs=1e-3)
+    assert all((mat(each) == gray).all() for each in found)
 
 
 def test_frames_before_a_lost_connection_are_all_given(tmp_path):

@@ -18,7 +18,7 @@ from torchpipe_py.files import iter_matches, read_bytes
 from torchpipe_py.streams.config import StreamOptions
 from torchpipe_py.streams.nvdec import GpuFrames, UndecodableError, to_tensor
 from torchpipe_py.streams.orientation import AS_STORED, Turn, turn_of_frame, turn_of_mp4
-from torchpipe_py.streams.unset import retrieve_first
+from torchpipe_py.streams.unset import FILLS, retrieve_first
 
 MOST_BROKEN = 100
 """Packets in a row that cannot be decoded, after which a stream is given up."""
@@ -35,6 +35,10 @@ USUAL_RATE = 25.0
 
 class SourceError(Exception):
     """A stream that cannot be opened or read; its message may hold a password."""
+
+
+class _UnsetError(SourceError):
+    """OpenCV's first frame shows what its memory was filled with."""
 
 
 class Picture(NamedTuple):
@@ -225,6 +229,15 @@ def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceEr
 
 
 def _by_opencv(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
+    try:
+        yield from _captured(options, stop, FILLS[0])
+    except _UnsetError:
+        # The frame may be of this gray. NOTE: a capture allocates its image once, so the source is opened again.
+        yield from _captured(options, stop, FILLS[1])
+
+
+def _captured(options: StreamOptions, stop: threading.Event, fill: int) -> Iterator[Picture]:
+    """Frames by OpenCV; ``_UnsetError`` if the first one is all ``fill``."""
     import cv2
 
     milliseconds = round(1000 * options.timeout)
@@ -248,9 +261,10 @@ def _by_opencv(options: StreamOptions, stop: threading.Event) -> Iterator[Pictur
         while not stop.is_set():
             if not capture.grab():
                 return
-            mat = retrieve_first(capture) if is_first else capture.retrieve()[1]
+            mat = retrieve_first(capture, fill) if is_first else capture.retrieve()[1]
             if mat is None:
-                raise SourceError("OpenCV cannot convert its frames: is it interlaced? PyAV can: torchpipe_py[video]")
+                text = "OpenCV cannot convert its frames: is it interlaced? PyAV can: torchpipe_py[video]"
+                raise _UnsetError(text) if is_first else SourceError(text)
             _check_size(mat.shape[1], mat.shape[0])
             stamp = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
             # OpenCV gives 0 for a frame without a time stamp, and OpenCV 4 a huge number where the start is unknown.
