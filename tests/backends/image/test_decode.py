@@ -211,6 +211,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "tiff, tile width": (tiff([*TAGS, (322, 4, 1, 1313)]), "or that of its tiles"),
     "tiff, twice": (tiff([*TAGS, (256, 4, 1, 99999)]), "the tag 256 twice"),
+    **{
+        f"tiff, {name} twice": (tiff([*TAGS, (tag, 3, 1, 1), (tag, 3, 1, 3)]), f"the tag {tag} twice")
+        for name, tag in {"orientation": 274, "compression": 259, "predictor": 317}.items()
+    },
     "tiff, no size": (tiff([(256, 4, 1, 32)]), "without its size"),
     "tiff, channels": (tiff([*TAGS, (277, 3, 1, 65535)]), "65535 channels"),
     "tiff, bits": (tiff([*TAGS, (258, 3, 1, 128)]), "128 bits"),

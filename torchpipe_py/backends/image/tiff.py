@@ -16,6 +16,8 @@ TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 _WIDTH, _HEIGHT, _BITS, _COLORS, _CHANNELS, _PLANES, _TILE_WIDTH, _TILE_HEIGHT = _TAGS = (
     256, 257, 258, 262, 277, 284, 322, 323,
 )  # fmt: skip
+_ONCE = {*_TAGS, 259, 273, 274, 278, 279, 317, 320, 324, 325, 338, 339}
+"""Tags that the pixels depend on. Of two, Pillow before version 13 takes the last, Pillow 13 and libtiff the first."""
 _DEPTHS = (1, 2, 4, 8, 16)
 _SEPARATE = 2  # planes, one for each channel
 _BY_OPENCV = {(0, 1), (1, 1), (0, 2), (1, 2), (2, 3)}
@@ -61,11 +63,13 @@ def read_tiff(data: Bytes) -> ImageHeader:
     if order is None:
         raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
     tags: dict[int, int] = {}
+    seen: set[int] = set()
     for tag, kind, values, place in tiff_entries(data, order, _TIFF_ENTRIES):
+        if tag in seen and tag in _ONCE:
+            raise DecodeError(f"TIFF: it has the tag {tag} twice")
+        seen.add(tag)
         if tag not in _TAGS:
             continue
-        if tag in tags:
-            raise DecodeError(f"TIFF: it has the tag {tag} twice")
         if kind not in (3, 4) or (values != 1 and tag != _BITS):
             raise DecodeError(f"TIFF: the tag {tag} holds {values} values of type {kind}")
         if values * (2 if kind == 3 else 4) > 4:  # the bits of each channel, elsewhere
