@@ -30,7 +30,7 @@ from kit.inside import pipes_of
 from kit.services import ROOT, LocalServer
 from kit.steered import steering
 from kit.waits import WAIT
-from torchpipe_py import NoResult, pipe
+from torchpipe_py import InvalidRequest, NoResult, pipe
 from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.ray import service as replica_module
 from torchpipe_py.ray.arguments import Arguments
@@ -388,11 +388,21 @@ class Leaving(Exception):
         raise SystemExit("of __str__")
 
 
+class TooDark(NoResult):
+    """A reason of a user's."""
+
+
+class TooBright(NoResult):
+    code = "too_bright"
+
+
 itself: list[Any] = [1]
 itself.append(itself)
 VALUES: dict[str, Any] = {
     "unprintable": Unprintable(), "leaving": Leaving(), "text": "a text", "stop": StopIteration(), "thing": object(),
     "surrogate": NoResult("half \ud800"),
+    "own": ValueError("too dark"), "reason": TooDark("too dark"), "coded": TooBright("too bright"),
+    "asked": InvalidRequest("ask for less"),
     "path": OSError(2, "No such file or directory", "/srv/secret folder/model.onnx"),
     "label": ("ü\ud800", 0.5), "ranking": [("a", np.float32(0.75)), (2, 0.25)],
     "scalars": (np.int64(3), np.float32(0.5)), "nan": ("a", float("nan")), "infinite": ("a", 10**400),
@@ -421,6 +431,8 @@ OIP = ("oip", "oip_binary", *REPLICA[1:], *(("grpc",) if HAS_GRPC else ()))
 HTTP = ("raw", "json", "form", *OIP, "replica")
 OWN = ("own_method", "own_route")
 SERVED = (*THRIFT, *HTTP)
+NAMED = [way for way in WAYS if way != OWN[0]]
+"""Those that tell a client the code of a class that it does not know."""
 
 ROWS = {
     "result": Row(Asked(), "ok", "abc"),
@@ -439,6 +451,10 @@ ROWS = {
     "half a character in an error": Row(Asked(b"error surrogate"), "no_result", "half ?", ways=(*SERVED, *OWN)),
     "an error with a path": Row(Asked(b"error path"), "internal", "directory: 'model.onnx'", ways=(*SERVED, *OWN)),
     "an error without text": Row(Asked(b"error unprintable"), "internal", "whose message cannot be read"),
+    "an exception of the user's": Row(Asked(b"error own"), "internal", "too dark"),
+    "a reason of the user's": Row(Asked(b"error reason"), "no_result", "too dark", ways=NAMED),
+    "a reason with a code of its own": Row(Asked(b"error coded"), "too_bright", "too bright", ways=NAMED),
+    "a request that a backend refuses": Row(Asked(b"error asked"), "invalid_request", "ask for less"),
     "an error that leaves": Row(Asked(b"error leaving"), "internal", "whose message cannot be read"),
     "an error that stops": Row(Asked(b"error stop"), "internal", "StopIteration"),
     "no error at all": Row(Asked(b"error thing"), "no_result", "<object object at 0x"),

@@ -198,6 +198,28 @@ def test_a_frame_that_fails_has_an_error(video):
     assert all("a bad frame" in str(frame.error) and frame.result is None for frame in failed)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "result", "error"),
+    [
+        ({"error": "too dark"}, None, "NoResult: too dark"),
+        ({"error": ValueError("too dark")}, None, "ValueError: too dark"),
+        ({"result": 3, "error": "too dark"}, 3, None),
+    ],
+)
+def test_a_frame_has_the_outcome_that_other_callers_get(video, outcome, result, error):
+    class Writes(ItemBackend):
+        def forward_item(self, item):
+            item.update(outcome)
+
+    registry = Registry()
+    registry.register_backend(Writes)
+    tables = {"a": {"source": str(video), "keep": "all"}}
+    with pipe({"backend": "Writes"}, registry=registry) as run, Streams(run, tables) as streams:
+        frame = next(iter(streams))
+    line = json.loads(frame.to_line())
+    assert (frame.result, line.get("result"), line.get("error")) == (result, result, error)
+
+
 def test_drops_stale_frames(video):
     options = {"source": str(video), "keep": "all", "live": True, "stale_ms": 50}
     with bright("Slow") as run, Streams(run, {"a": options}, in_flight=1) as streams:

@@ -17,7 +17,6 @@ from torchpipe_py.errors import ConfigError, NoResult, PipeClosed, describe
 from torchpipe_py.keys import (
     TASK_COLOR_KEY,
     TASK_DATA_KEY,
-    TASK_ERROR_KEY,
     TASK_IMAGE_SIZE_KEY,
     TASK_NODE_NAME_KEY,
     TASK_RESULT_KEY,
@@ -26,6 +25,7 @@ from torchpipe_py.plan.config import Place
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams.config import ALL, StreamOptions, read_stream, read_streams
 from torchpipe_py.streams.stream import Stream, Waiting
+from torchpipe_py.wire.errors import reason
 from torchpipe_py.wire.json_values import json_line, to_json
 
 STREAM_KEY = "stream"
@@ -307,8 +307,9 @@ class Streams:
 
     def _finish(self, stream: Stream, frame: Frame, error: BaseException | None) -> None:
         """Record a frame's outcome, and release the frames that waited for it to keep their order."""
-        frame.error = error if error is not None else frame.data.get(TASK_ERROR_KEY)
-        frame.result = None if frame.error is not None else frame.data.get(TASK_RESULT_KEY)
+        if error is None and TASK_RESULT_KEY not in frame.data:
+            error = reason(frame.data, TASK_RESULT_KEY)
+        frame.error, frame.result = error, None if error is not None else frame.data[TASK_RESULT_KEY]
         frame.age = monotonic() - frame.seen
         with self._lock:
             frame.is_done = True
