@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator
 from inspect import isfunction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import api_page
 import pytest
@@ -34,11 +34,13 @@ from kit.services import reserved_port
 from kit.waits import PROGRAM_WAIT, WAIT, eventually
 from test_layers import CLIENT, PACKAGE, SERVER
 from torchpipe_server import options
+from torchpipe_server.supervisor import child
 
 from torchpipe_py.cli import markdown_table
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.training import LoaderOptions
+from torchpipe_py.wire.answers import STATUSES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [page for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md") for page in sorted(ROOT.glob(pattern))]
@@ -299,6 +301,18 @@ def test_documented_metrics_equal_those_of_the_service() -> None:
     page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(torchpipe_\w+)", page, flags=re.MULTILINE)
     assert {name.removesuffix("_total") for name in shown} == set(re.findall(r'"(torchpipe_\w+)"', source))
+
+
+def test_every_error_code_and_reason_of_a_restart_has_a_symptom() -> None:
+    shown = set(re.findall(r"`(\w+)`", (ROOT / "docs/symptoms.md").read_text(encoding="utf-8")))
+    code = re.compile(r'(?:\bcode = |text: str, kind: str = |"code": |ProtocolError\(|NoStreamError\()"(\w+)"')
+    codes = set(STATUSES)
+    for file in [*ROOT.glob("torchpipe_py/**/*.py"), *ROOT.glob("server/torchpipe_server/**/*.py")]:
+        if not {"training", "tools"} & {*file.relative_to(ROOT).parts}:  # whose errors no service answers with
+            codes.update(code.findall(file.read_text(encoding="utf-8")))
+    assert {"bad_frame", "bad_request", "not_served", "too_slow"} <= codes
+    assert codes - shown == set()
+    assert {*get_args(child.Reason), "failed_start"} - {"dismissed"} - shown == set()  # which is not replaced
 
 
 def test_the_layers_shown_are_the_tested_ones() -> None:
