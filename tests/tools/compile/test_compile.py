@@ -15,8 +15,9 @@ import pytest
 from kit.measurer import FakeMeasurer, use_measurer
 
 from torchpipe_py import ConfigError, parse_toml, pipe
-from torchpipe_py.certificate import DIGEST, check_certificate, digest
+from torchpipe_py.certificate import DIGEST, check_certificate, described, digest
 from torchpipe_py.cli import main
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
@@ -287,9 +288,20 @@ def test_certified_files_may_move_together(copy: Path, monkeypatch: pytest.Monke
 
 
 def test_custom_code_is_certified(copy: Path) -> None:
+    code = ["own.py", "json"]  # of the module the name is known only
     Path("own.py").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"--import own\.py is not among the certified code"):
-        check_certificate("c.certificate.json", "c.toml", ["own.py"])
+        check_certificate("c.certificate.json", "c.toml", code)
+
+    def certify(content: dict[str, Any]) -> None:
+        content["compiled"] = described(plan_pipeline("c.toml"), "c.toml", code)
+        content[DIGEST] = digest(content)
+
+    edited(certify)
+    check_certificate("c.certificate.json", "c.toml", code)
+    Path("own.py").write_text("changed = True", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--import own\.py is not the certified file: SHA-256 "):
+        check_certificate("c.certificate.json", "c.toml", code)
 
 
 # --- bad input
