@@ -13,8 +13,9 @@ from kit.backends import Echo, Gate
 from kit.waits import WAIT
 
 from torchpipe_py import Registry, Status, UnknownNode, pipe
-from torchpipe_py.methods.many import FairAdmission
+from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.runtime.pipes import Pipes
+from torchpipe_py.wire.errors import Bound
 
 
 @pytest.mark.parametrize("is_loaded_again", [False, True])
@@ -84,3 +85,16 @@ def test_batch_waits_for_the_rest_of_a_call(register: Register, restored: Regist
         looked.clear()
         call(run, [{"data": 1}, {"data": 2}, {"data": 3}])
     assert gate.batches == [[1, 2], [1, 2], [3]]
+
+
+def test_reply_of_exactly_its_limit_is_sent_whole() -> None:
+    def outcomes(most: int) -> list[str]:
+        budget = ReplyBudget(Bound(most, "--most"), 0, len, "")
+        budget.take_refusal("a long error")
+        budget.take_refusal("an error")
+        return budget.fit(["a long error", "an error"], lambda error: "x")
+
+    assert outcomes(20) == ["a long error", "an error"]
+    assert outcomes(19) == ["x", "an error"], "the largest first"
+    assert outcomes(9) == ["x", "an error"]
+    assert outcomes(8) == ["x", "x"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from torchpipe_py.backends.model.postprocess import (
     TopK,
 )
 from torchpipe_py.backends.model.postprocess import make_postprocessor as make
+from torchpipe_py.backends.model.postprocess.nms import suppress
 from torchpipe_py.encryption.model_file import ModelFile
 
 NAMES = ["null", "ün", "deux", "trois"]
@@ -132,3 +134,10 @@ def test_refuses_outputs_and_labels_that_do_not_fit(forward: Forward, labels: st
         forward(make(cls, {"labels": labels}), [LOGITS[:, :3]])
     with pytest.raises(ValueError, match=f"{cls.__name__} takes an output NxC, got 3"):
         forward(make(cls, {}), [LOGITS[:, 0]])
+
+
+@pytest.mark.parametrize(("iou", "kept"), [(0.5, [0, 1]), (0.499, [0])])
+def test_box_is_dropped_by_more_than_the_threshold(iou: float, kept: list[int]) -> None:
+    """As ``torchvision.ops.nms`` has it: this overlap is 0.5 to the bit."""
+    boxes = np.array([[0, 0, 4, 4], [0, 0, 4, 2]], np.float32)
+    assert suppress(boxes, np.zeros(2, int), iou, 9).tolist() == kept
