@@ -61,7 +61,8 @@ UNTOLD = {"Exception", "BaseException"}
 
 SHOWN = {
     "pipe": "__call__ submit map acall dispatch signature stats trace instrument max min close",
-    "Backend": "setup forward close max min any_thread signature batch_key is_large requires_cuda keys_read remarks",
+    "Backend": "setup forward close max min any_thread signature batch_key is_large setup_choices requires_cuda"
+    " keys_read remarks",
     "Status": "",
     "AsyncClient": "close",
 }

@@ -407,6 +407,7 @@ def test_first_available_backend_is_chosen(register: Register, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "torchpipe_py"), pipe({"backend": choice, "instance_num": 3}) as p:
         assert p({"data": 1})["result"] == "batching"
         assert p.max() == 6
+        assert p.setup_choices() == {"node": [f"{choice}: {batching}"]}
     assert caplog.messages == [f"{choice}: using {batching} ({missing}: lacks a library)"]
     with pytest.raises(BackendError, match="a bug"):
         pipe({"backend": f"FirstAvailable[{defective},Identity]"})

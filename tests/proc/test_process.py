@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
 from torchpipe_py.errors import WorkerTraceback
 from torchpipe_py.plan.binding import FilterPlan
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc import backends, child, restarter
 from torchpipe_py.proc.backends import Process
 
@@ -88,8 +90,9 @@ def test_class_with_init_and_forward_runs_in_a_process(register: Register) -> No
 
 def test_process_may_run_a_process() -> None:
     mat = picture(120, 160)
-    with pipe({"backend": "Process[Process[Identity]]"}) as p:
+    with pipe({"backend": "Process[Process[FirstAvailable[Identity]]]"}) as p:
         np.testing.assert_array_equal(p({"data": mat})["result"], mat)
+        assert p.setup_choices() == {"node": ["FirstAvailable[Identity]: Identity"]}, "not from the process inside"
 
 
 def test_batch_is_one_call(obedient: Process) -> None:
@@ -204,6 +207,26 @@ def test_only_requests_that_kill_their_process_fail(register: Register, cls: typ
     assert isinstance(errors[7], WorkerDied)
     assert errors[7].code == "worker_died"
     assert "SIGKILL" in str(errors[33])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_process_in_place_of_another_may_be_refused(register: Register, is_late: bool) -> None:
+    """Before it loads anything, or once it has."""
+
+    @contextmanager
+    def reloading() -> Iterator[None]:
+        if is_late:
+            yield
+        raise ConfigError("another model")
+
+    plan = plan_pipeline({"backend": f"Process[{register(process_backends.Obedient)}]"})
+    plan = replace(plan, plans={"node": replace(plan.plans["node"], reloading=reloading)})
+    with pipe(plan) as p:
+        assert p({"data": "plain"})["result"][2] == "plain"
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            p({"data": "die"})
+        with pytest.raises(WorkerDied, match="cannot be started again: another model"):
+            p({"data": "plain"})
 
 
 def test_process_that_cannot_be_restarted_fails_requests(tmp_path: Path) -> None:

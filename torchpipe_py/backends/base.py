@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -72,7 +73,8 @@ class BackendConfig:
 
     ``node`` is the name of its node, for messages. ``reaches_caller``: a result of its node may go to the caller
     unchanged, since there is no next node, or it may be skipped. ``processes`` is the number of service processes that
-    run the node, each with ``instance_num`` instances. ``graphs`` are the pipe's; ``None`` outside a pipe.
+    run the node, each with ``instance_num`` instances. ``graphs`` are the pipe's; ``None`` outside a pipe. A process in
+    place of one that died is set up within ``reloading()``, which may refuse what is loaded.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class BackendConfig:
     reaches_caller: bool = True
     shared: Shared = field(default_factory=Shared)
     graphs: Graphs | None = None
+    reloading: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Isolation(Enum):
@@ -238,6 +241,14 @@ class Backend:
         If instances take one request at a time, one instance never runs such items, so that other items continue.
         """
         return False
+
+    def setup_choices(self) -> Iterator[str]:
+        """What ``setup`` chose on this machine, as ``"NAME: choice"``: a backend, providers, a library, a device.
+
+        On another machine it may choose otherwise, and give other results. Called after ``setup``, by any thread.
+        """
+        for child in self.config.children:
+            yield from child.setup_choices()
 
     def running_since(self) -> float:
         """When the ``forward`` running in another process began (``perf_counter``); 0.0 if none runs."""

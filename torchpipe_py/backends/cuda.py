@@ -226,7 +226,7 @@ def on_stream(cls: B) -> B:
     ``forward``. Without a GPU they run normally, unless ``needs_cuda``. ``self.guard`` is the ``Guard`` from ``setup``
     on; a parameter ``device_type`` chooses between GPU and CPU.
     """
-    set_up, forward_batch, release = cls.setup, cls.forward, cls.close
+    set_up, forward_batch, release, choices = cls.setup, cls.forward, cls.close, cls.setup_choices
 
     def setup(self: Any) -> None:
         import torch
@@ -244,6 +244,12 @@ def on_stream(cls: B) -> B:
         is_plain = forward_batch is ItemBackend.forward and not self.guard.is_cuda
         return self.forward_item if is_plain else None
 
+    def setup_choices(self: Any) -> Iterator[str]:
+        # NOTE: not of copies to a device, which a worker makes on the CPU where an engine process has the GPU.
+        if not hasattr(self, "device_type"):
+            yield f"{type(self).__name__}: {self.guard.device.type}"
+        yield from choices(self)
+
     def close(self: Any) -> None:
         try:
             release(self)
@@ -252,7 +258,7 @@ def on_stream(cls: B) -> B:
                 self.guard.close()
                 self.guard = None
 
-    for method in (setup, forward, forward_one, close):
+    for method in (setup, forward, forward_one, setup_choices, close):
         setattr(cls, method.__name__, method)
     cls.uses_device = True
     cls.guard = None  # type: ignore[attr-defined]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +43,7 @@ class NodePlan:
     """A node that can be started; ``backends`` has an entry for each part of an ``&`` composition.
 
     A logical node has the backends of the node whose instances it shares, but its own filter. ``processes`` is the
-    number of processes that run it.
+    number of processes that run it. ``reloading`` is that of ``BackendConfig``.
     """
 
     spec: NodeSpec
@@ -50,6 +51,7 @@ class NodePlan:
     filter: FilterPlan
     reaches_caller: bool = True
     processes: int = 1
+    reloading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def label(self) -> str:

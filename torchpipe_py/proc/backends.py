@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ class Process(HandOverBackend):
     def __init__(self, config: BackendConfig) -> None:
         super().__init__(config)
         self._colors: tuple[str | None, ...] = ()
-        self._range, self._signature = (1, 1), Signature()
+        self._range, self._signature, self._choices = (1, 1), Signature(), tuple[str, ...]()
         self._pool: Pool = config.shared.get(Pool, Pool)
         start = partial(self._start, START_SECONDS)
         self._restarter = Restarter(config.label, Pool(), start, self.max_seconds, self._forget_gauges)
@@ -142,6 +142,9 @@ class Process(HandOverBackend):
     def signature(self) -> Signature:
         return self._signature
 
+    def setup_choices(self) -> Iterator[str]:
+        yield from self._choices
+
     def batch_key(self, item: Data) -> Hashable:
         try:
             return self.config.children[0].batch_key(item)
@@ -156,8 +159,15 @@ class Process(HandOverBackend):
         takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
         self._name = uuid4().hex
         setup = replace(self._setup, takes_tensors=takes_tensors, name=self._name)
-        child = LinkedChild(self.config.label, self.config.instance, launch, ROOM)
-        self._range, self._signature = child.set_up(setup, seconds)
+        child: LinkedChild | None = None
+        try:
+            with nullcontext() if seconds is None else self.config.reloading():
+                child = LinkedChild(self.config.label, self.config.instance, launch, ROOM)
+                self._range, self._signature, self._choices = child.set_up(setup, seconds)
+        except BaseException:
+            if child is not None:
+                child.close()
+            raise
         if self._metrics is not None:
             self._metrics.enter(self._name)
         return child
@@ -209,6 +219,9 @@ class Isolated(ItemBackend):
 
     def signature(self) -> Signature:
         return ENCODED_IMAGE
+
+    def setup_choices(self) -> Iterator[str]:
+        yield from ()  # it decodes on the CPU
 
     def is_large(self, item: Data) -> bool:
         return self.config.children[0].is_large(item)
@@ -302,7 +315,7 @@ def describe(config: BackendConfig, colors: tuple[str | None, ...], max_memory: 
     """The ``Setup`` message for a child process that runs the only child of a backend."""
     setup = Setup(
         pickle_plan(config),
-        config=replace(config, params={}, children=(), filters=(), graphs=None),
+        config=replace(config, params={}, children=(), filters=(), graphs=None, reloading=nullcontext),
         colors=colors,
         main=main_source(),
         argv=tuple(sys.argv),

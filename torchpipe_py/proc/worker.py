@@ -115,7 +115,7 @@ class _Worker(Answerer):
         backend = make_backend(setup, self.link.before_main)
         try:
             backend.setup()
-            ready = (backend.min(), backend.max()), backend.signature()
+            ready = (backend.min(), backend.max()), backend.signature(), tuple(backend.setup_choices())
             if setup.max_memory:
                 limit_memory(setup.max_memory)
         except BaseException:

@@ -272,6 +272,14 @@ class pipe:
         runtime = self._runtime
         return runtime.nodes[runtime.plans[name].spec.owner].instances[0].backend.signature()
 
+    def setup_choices(self) -> dict[str, list[str]]:
+        """What the backends of each node chose at set-up, by node: see ``Backend.setup_choices``."""
+        choices = {
+            name: sorted({choice for instance in node.instances for choice in instance.backend.setup_choices()})
+            for name, node in self._runtime.nodes.items()
+        }
+        return {name: found for name, found in choices.items() if found}
+
     def expected_wait(self) -> float:
         """Seconds that a request that arrives now waits at its nodes, from recent compute times."""
         return self._runtime.door.expected_wait()

@@ -195,6 +195,8 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 class StandIn:
     """Replaces a decoder on the GPU: OpenCV's pixels; a file wider than 64 pixels fails."""
 
+    name = "stand-in"
+
     def __init__(self, uses_engines: bool) -> None:
         self.uses_engines = uses_engines
         self.seen: list[bytes] = []
@@ -223,6 +225,7 @@ def decode(data: list[Any], **params: Any) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = [{"data": one} for one in data]
     backend.setup()
     try:
+        assert [*backend.setup_choices()] == ["DecodeTensor: cpu", "DecodeTensor: stand-in"]
         backend.forward(items)
     finally:
         backend.close()

@@ -259,6 +259,10 @@ class FirstAvailable(Wrapper):
             return
         raise BackendUnavailable(f"{self.config.label}: none is available: {'; '.join(reasons)}")
 
+    def setup_choices(self) -> Iterator[str]:
+        yield f"{self.config.label}: {self.inner.config.label}"
+        yield from self.inner.setup_choices()
+
     def close(self) -> None:
         if self._chosen is not None:
             self._chosen.close()

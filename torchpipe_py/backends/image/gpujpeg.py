@@ -89,6 +89,7 @@ class CheckJpeg(ItemBackend):
 class Torchvision:
     """nvJPEG by torchvision, which uses its own streams and waits for them; same interface as ``NvImageCodec``."""
 
+    name = "torchvision"
     uses_engines = True
 
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None:
@@ -222,6 +223,10 @@ class DecodeTensor(ItemBackend):
 
     def signature(self) -> Signature:
         return ENCODED_IMAGE
+
+    def setup_choices(self) -> Iterator[str]:
+        if self._jpegs is not None:
+            yield f"DecodeTensor: {self._jpegs.name}"
 
     def forward(self, items: list[Data]) -> None:
         good: list[_Jpeg] = []

@@ -68,6 +68,8 @@ class NvImageCodec:
     is not installed or does not work.
     """
 
+    name = "nvimgcodec"
+
     def __init__(self, device: Any, stream: Any, trial: Sequence[bytes], uses_engines: bool = True) -> None:
         import torch
 

@@ -177,6 +177,9 @@ class OnnxTensor(ModelBackend):
             return HALF
         return TF32 if self._is_on_device() else EXACT
 
+    def setup_choices(self) -> Iterator[str]:
+        yield f"OnnxTensor: {', '.join(self._session.get_providers())}"
+
     def _is_on_device(self) -> bool:
         return any(name in _ON_DEVICE for name in self._session.get_providers())
 

@@ -151,6 +151,7 @@ def creator(plan: NodePlan, graphs: Graphs | None = None) -> Callable[[int], Bac
             processes=plan.processes,
             reaches_caller=plan.reaches_caller,
             graphs=graphs,
+            reloading=plan.reloading,
         )
         parts = [
             backend.create(replace(config, shared=own, instance_num=count))

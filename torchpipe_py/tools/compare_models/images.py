@@ -101,12 +101,13 @@ class Source:
 class Runner(Protocol):
     """Computes a result for each image; ``config`` is its name in messages, ``batch`` how many it runs at once.
 
-    ``is_function``: a function of the user, not a pipe.
+    ``is_function``: a function of the user, not a pipe. ``choices`` are those of ``pipe.setup_choices``.
     """
 
     config: str
     batch: int
     is_function: bool
+    choices: Mapping[str, Sequence[str]]
 
     def run(self, pictures: Iterable[Picture]) -> Iterator[Data]:
         """The finished dict of each image, in order."""
@@ -127,6 +128,7 @@ class PipeRunner:
         self._source = source
         self._pipe = stack.enter_context(pipe(source))
         self.batch = min(BATCH, int(self._pipe.stats()["max_inflight"]))
+        self.choices: Mapping[str, Sequence[str]] = self._pipe.setup_choices()
         try:
             self._pipe.signature()
         except UnknownNode as error:
@@ -155,6 +157,7 @@ class FunctionRunner:
 
     def __init__(self, config: str, function: Function) -> None:
         self.config = config
+        self.choices: Mapping[str, Sequence[str]] = {}
         self._function = function
 
     def run(self, pictures: Iterable[Picture]) -> Iterator[Data]:
@@ -178,7 +181,7 @@ class Recorded:
         self.name = source.name
         self._runner = source.open(stack)
         self.config, self.batch, self.labels = self._runner.config, self._runner.batch, self._runner.labels
-        self.is_function = self._runner.is_function
+        self.is_function, self.choices = self._runner.is_function, self._runner.choices
         self._items: dict[str, Data] = {}
 
     def open(self, stack: ExitStack) -> Runner:

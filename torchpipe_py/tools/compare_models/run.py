@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -70,7 +70,8 @@ class Comparison:
 
     ``kinds`` are those of the results: one of ``measures.KINDS``, or ``pixels`` and that of the model. ``worst`` has
     the images that differ most first. ``verdict`` and ``findings``, one for each limit, are of the tolerance, if there
-    is one; ``seen`` counts the images until it was decided, or all ``found``.
+    is one; ``seen`` counts the images until it was decided, or all ``found``. ``choices`` are the candidate's, see
+    ``pipe.setup_choices``.
     """
 
     reference: Source | Recorded
@@ -90,6 +91,7 @@ class Comparison:
     worst: list[Compared] = field(default_factory=list)
     verdict: Verdict | None = None
     findings: list[Finding] = field(default_factory=list)
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def judge(
         self, max_mean: float | None = None, min_agreement: float | None = None, max_drop: float | None = None
@@ -137,6 +139,7 @@ def compare(
     judge = None if tolerance is None else Judge(tolerance)
     with ExitStack() as stack:
         sides = _Side("A", reference.open(stack)), _Side("B", candidate.open(stack))
+        outcome.choices = sides[1].runner.choices
         pair = _Pair(*sides, tolerance, kind="" if model is None else "pixels", on_pair=on_pair)
         classify = None if model is None else _Model(model.open_pipe(stack), tolerance)
         size = min(side.runner.batch for side in (*sides, *(classify.pair.sides if classify else ())))
