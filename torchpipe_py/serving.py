@@ -8,6 +8,7 @@ Two modules are imported where their optional libraries are in use: ``methods.tr
 - A request in work: ``Call``; what reads long ones: ``Reader``.
 - Requests and answers as they are sent: ``read_request``, ``answers``, ``compression``, ``errors``, ``values``.
 - Processes, threads, logs: ``ChildProcess``, ``limit_threads``, ``describe``.
+- Certificates of ``torchpipe compile``: ``read_certified``.
 - Statistics and pictures of a pipe: ``folded``, ``live_svg``.
 """
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import metrics
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.certificate import check_certificate
+from torchpipe_py.certificate import CertifiedTables, is_same_certificate, read_certified
 from torchpipe_py.cores import NVIDIA, limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
@@ -136,6 +137,7 @@ __all__ = [
     "Call",
     "CallState",
     "Cancellable",
+    "CertifiedTables",
     "ChildProcess",
     "Control",
     "Deadlines",
@@ -181,7 +183,6 @@ __all__ = [
     "answer_of",
     "answers",
     "call_from_any_thread",
-    "check_certificate",
     "check_name",
     "check_names",
     "compression",
@@ -198,6 +199,7 @@ __all__ = [
     "folded",
     "import_all",
     "is_long_json",
+    "is_same_certificate",
     "joined_fields",
     "json_answer",
     "keep_freed_memory",
@@ -219,6 +221,7 @@ __all__ = [
     "priority_in",
     "priority_of",
     "protocol_of",
+    "read_certified",
     "read_folder",
     "read_parameters",
     "read_request",

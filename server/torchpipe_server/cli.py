@@ -108,13 +108,19 @@ def _serve(options: Options) -> int:
 
 
 def _read_file(options: Options) -> Any:
-    """The tables of a TOML file. ``ConfigError`` if it is wrong, or not what ``--require-certificate`` certifies."""
-    from torchpipe_py import parse_toml
-    from torchpipe_py.serving import check_certificate
+    """The tables of a TOML file. ``ConfigError`` if it is wrong, or not what ``--require-certificate`` certifies.
 
-    if options.require_certificate:
-        return check_certificate(options.require_certificate, options.config, to_strings(options.import_code))
-    return parse_toml(options.config)
+    NOTE: a reload calls it on the supervisor's loop. Workers check the files that the tables name.
+    """
+    from torchpipe_py import parse_toml
+    from torchpipe_py.serving import read_certified
+
+    if not options.require_certificate:
+        return parse_toml(options.config)
+    code = [("--import", name) for name in to_strings(options.import_code)]
+    if options.handler:
+        code.append(("--handler", options.handler.partition(":")[0]))
+    return read_certified(options.require_certificate, options.config, code)
 
 
 def _read_folder(options: Options) -> Any:

@@ -137,8 +137,8 @@ class Options:
     require_certificate: str = _option(
         Group.CODE,
         "",
-        "certificate of torchpipe compile; refuse to start or reload if the TOML file, its models, code or the "
-        "libraries are not those that it certifies",
+        "certificate of torchpipe compile; no worker starts if the TOML file, its models, code, libraries or what "
+        "backends chose are not what it certifies",
     )
     streams: str = _option(
         Group.CODE, "", "TOML file of cameras, video files and network streams that the workers read as well"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.files import replace_file
 
 WIDTH = 120
 """Columns of a text report that clips its lines."""
@@ -118,6 +119,17 @@ def write_text(path: Path, text: str) -> None:
         raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def replace_text(path: Path, text: str) -> None:
+    """``write_text`` at once: who reads the file meanwhile, a service perhaps, gets the old or the new text, whole."""
+    if path.exists() and not path.is_file():  # a device
+        write_text(path, text)
+        return
+    try:
+        replace_file(path, text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
+
+
 def finite(value: Any) -> Any:
     """The data with None for NaN and infinity, which JSON cannot represent."""
     if isinstance(value, dict):
@@ -127,9 +139,14 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def json_text(report: Mapping[str, Any]) -> str:
+    """A report as JSON."""
+    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write a report as JSON. Raises ``ToolError``."""
-    write_text(path, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json_text(report))
 
 
 # --- pages

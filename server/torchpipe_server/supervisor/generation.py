@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchpipe_py import Overloaded
-from torchpipe_py.serving import Folder, counted, name_of, same_shared, shared_files, shared_nodes
+from torchpipe_py.serving import (
+    Folder,
+    counted,
+    is_same_certificate,
+    name_of,
+    same_shared,
+    shared_files,
+    shared_nodes,
+)
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.forker import Role
@@ -96,7 +104,7 @@ class Generation:
     """``workers`` and, if they share nodes, ``engines``: the same number for each device.
 
     Engine processes of the generation ``before`` are kept if the shared nodes are the same, so that models are not
-    loaded again; not if custom code is imported, which may have changed.
+    loaded again; not if custom code is imported, which may have changed, nor with another certificate.
     """
 
     def __init__(self, tables: Any, options: Options, before: Generation | None = None) -> None:
@@ -138,7 +146,8 @@ class Generation:
     def _shares_with(self, before: Generation) -> bool:
         """Whether the engine processes of ``before`` run the same shared nodes as this generation."""
         are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
-        return are_ready and self._files == before._files and same_shared(before.tables, self.tables)
+        are_checked = is_same_certificate(before.tables, self.tables)
+        return are_ready and are_checked and self._files == before._files and same_shared(before.tables, self.tables)
 
     def changes_alone(self, folder: Folder, name: str, options: Options) -> bool:
         """Whether its workers can load and unload model ``name``, since no engine process runs nodes of it."""

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import ConfigError
-from torchpipe_py.serving import Bound, Folder, Routes, Served, load_idl, plan_pipeline, shared_nodes, usual_engines
+from torchpipe_py.serving import (
+    Bound,
+    CertifiedTables,
+    Folder,
+    Routes,
+    Served,
+    load_idl,
+    plan_pipeline,
+    shared_nodes,
+    usual_engines,
+)
 from torchpipe_server.options import Options
 
 if TYPE_CHECKING:
@@ -25,7 +35,8 @@ def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
             for table in each.values():
                 table.pop("decode_isolation", None)
             each["global"]["decode_isolation"] = options.decode_isolation
-    return plan_pipeline(tables, processes=processes)
+    plan = plan_pipeline(tables, processes=processes)
+    return tables.checking(plan) if isinstance(tables, CertifiedTables) else plan
 
 
 def has_engine(options: Options, tables: Any) -> bool:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchpipe_py import SetupError, TorchpipeError
 from torchpipe_py.serving import (
+    CertifiedTables,
     EngineClient,
     EngineServer,
     Folder,
@@ -32,6 +33,7 @@ from torchpipe_py.serving import (
     keep_freed_memory,
     limit_threads,
     pipe_of_worker,
+    shared_nodes,
     timed,
     watch_on,
 )
@@ -103,7 +105,7 @@ def run_process(start: Start, make: Callable[[Start], Worker | EngineProcess]) -
             os.environ["CUDA_VISIBLE_DEVICES"] = device
         die_with_parent(True)
         try:
-            made = make(start)
+            made = make_certified(start, make)
         except Exception as error:
             _send_failed(start.sock, error)
             return
@@ -115,6 +117,23 @@ def run_process(start: Start, make: Callable[[Start], Worker | EngineProcess]) -
         raise
     finally:
         logging.shutdown()  # the process ends without Python's exit handlers
+
+
+def make_certified(start: Start, make: Callable[[Start], Worker | EngineProcess]) -> Worker | EngineProcess:
+    """``make(start)``; with a certificate, ``ConfigError`` if it loads or chooses something else than is certified."""
+    tables = start.tables
+    if not isinstance(tables, CertifiedTables):
+        return make(start)
+    shared = set(shared_nodes(tables)) if has_engine(start.options, tables) else set()
+    is_engine = make is EngineProcess
+
+    def runs(node: str) -> bool:
+        return (node in shared) is is_engine
+
+    with tables.loading(runs):
+        made = make(start)
+    tables.check_choices(made.setup_choices(), runs)
+    return made
 
 
 def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
@@ -246,6 +265,11 @@ class Worker:
             self._streams = streams = WorkerStreams(self._run, self._loop, self._post.channel)
             handlers.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
 
+    def setup_choices(self) -> dict[str, list[str]]:
+        """See ``pipe.setup_choices``."""
+        choices: dict[str, list[str]] = self._run.setup_choices()
+        return choices
+
     def serve(self) -> NoReturn:
         """Serve until the supervisor ends this process."""
         self._post.run(draw(self._plan), self._models.problems if self._models is not None else {})
@@ -368,6 +392,10 @@ class EngineProcess:
         handlers: Handlers = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
         self._requests = RequestCounters("").summary()  # always zero: the workers count the requests of clients
         self._post = Post(start, self._loop, handlers, self._figures, self._server.pipe.stats, self._orphaned)
+
+    def setup_choices(self) -> dict[str, list[str]]:
+        """See ``pipe.setup_choices``."""
+        return self._server.pipe.setup_choices()
 
     def serve(self) -> NoReturn:
         """Serve until the supervisor ends this process."""

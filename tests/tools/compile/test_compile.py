@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -15,17 +16,18 @@ import pytest
 from kit.measurer import FakeMeasurer, use_measurer
 
 from torchpipe_py import ConfigError, parse_toml, pipe
-from torchpipe_py.certificate import DIGEST, check_certificate, described, digest
+from torchpipe_py.backends.model.onnx import OnnxTensor
+from torchpipe_py.certificate import DIGEST, CertifiedTables, digest, read_certified
 from torchpipe_py.cli import main
-from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
-from torchpipe_py.tools.compile import compile_config
+from torchpipe_py.tools.compile import command, compile_config
 from torchpipe_py.tools.compile.changes import Change, Chooser
 from torchpipe_py.tools.compile.losses import Losses, least_pictures
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.candidates import Candidate, as_served, shapes_of
+from torchpipe_py.tools.tune.engine import Wanted
 from torchpipe_py.tools.tune.measure import Profile
 from torchpipe_py.tools.tune.pixels import Alternative, shapes_with
 
@@ -128,7 +130,9 @@ def test_combines_changes_that_gain_together(certified: Path) -> None:
 
 
 def test_int8_model_lies_beside_the_compiled_file(copy: Path) -> None:
-    assert parse_toml("c.toml")["n"]["model"] == "c.n.int8.onnx"
+    """Another one would have another name: a service may use this one while the file is compiled again."""
+    digits = hashlib.sha256(Path(int8_model()).read_bytes()).hexdigest()[:12]
+    assert parse_toml("c.toml")["n"]["model"] == int8_model() == f"c.n.{digits}.int8.onnx"
     with pipe("c.toml") as run:
         item = {"data": (DEMO / "images" / "circle_00.jpg").read_bytes()}
         run(item)
@@ -208,7 +212,77 @@ def test_shape_with_fewer_changes_shares_what_the_best_one_shares(copy: Path) ->
         assert fewer.alternative == chooser.used[0].name
 
 
+# --- what is written
+
+
+def test_toml_file_is_written_last(pixels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring({AT_LEAST: 2.0}, monkeypatch)
+    (pixels / "out.toml").write_text("[before]\n", encoding="utf-8")
+    names, right = list[str](), command.replace_text
+
+    def fail(path: Path, text: str) -> None:
+        names.append(path.name)
+        if path.suffix == ".toml":
+            raise ToolError("the disk is full")
+        right(path, text)
+
+    monkeypatch.setattr(command, "replace_text", fail)
+    with pytest.raises(ToolError, match="the disk is full"):
+        compile_config("p.toml", DEMO / "images", OF_PIXELS, "out.toml", budget=600)
+    assert names == ["out.certificate.json", "out.certificate.html", "out.toml"]
+    assert (pixels / "out.toml").read_text(encoding="utf-8") == "[before]\n"
+    with pytest.raises(ConfigError, match=r"out\.toml is not the certified file"):
+        read_certified("out.certificate.json", "out.toml")
+
+
+def test_files_are_replaced_not_written_over(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has opened one reads it to its end."""
+    report = json.loads((copy / "report.json").read_text(encoding="utf-8"))
+    written = [Path(name) for name in report["written"]]
+    before = [(path.stat().st_ino, path.open("rb")) for path in written]
+    tables = parse_toml("c.toml")
+    made = copy / "torchpipe-compile-x" / "n.int8.onnx"
+    made.parent.mkdir()
+    shutil.copy(int8_model(), made)
+    tables["n"]["model"] = str(made)
+    command._write({**report, "written": []}, tables, Path("c.toml"), Wanted(budget=1.0))
+    model, *others = zip(written, before, strict=True)
+    assert model[0].stat().st_ino == model[1][0], "the same model need not be written again"
+    for path, (inode, file) in others:
+        assert path.stat().st_ino != inode, path
+        assert file.read(), path
+    for _, file in before:
+        file.close()
+
+
+def test_file_that_changes_meanwhile_is_not_certified(pixels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring({AT_LEAST: 2.0}, monkeypatch)
+
+    def progress(phase: str, share: float, seconds: float) -> None:
+        if phase == "certify":
+            (pixels / "p.toml").write_text(PIXELS + "max_pixels = 1000\n", encoding="utf-8")
+
+    with pytest.raises(ToolError, match=r"p\.toml: it, or a file that it names, changed meanwhile"):
+        compile_config("p.toml", DEMO / "images", OF_PIXELS, "out.toml", budget=600, progress=progress)
+    assert not (pixels / "out.toml").exists()
+
+
 # --- the certificate
+
+
+def int8_model() -> str:
+    (name,) = Path().glob("c.n.*.int8.onnx")
+    return str(name)
+
+
+def check(certificate: str = "c.certificate.json", config: str = "c.toml", *imports: str) -> CertifiedTables:
+    """What each process of a service does."""
+    tables = read_certified(certificate, config, [("--import", name) for name in imports])
+    with tables.loading():
+        run = pipe(tables)
+    with run:
+        tables.check_choices(run.setup_choices())
+    return tables
 
 
 def edit(name: str, old: str, new: str) -> None:
@@ -224,20 +298,20 @@ def edited(change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def longer_model() -> None:
-    with open("c.n.int8.onnx", "ab") as file:
+    with open(int8_model(), "ab") as file:
         file.write(b"\x00")
 
 
 DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
-    "model bytes": (longer_model, "node 'n': key 'model': c.n.int8.onnx is not the certified file: SHA-256 "),
+    "model bytes": (longer_model, ".int8.onnx is not the certified file: SHA-256 "),
     "labels": (lambda: edit("labels.txt", "circle", "round"), "node 'n': key 'labels': labels.txt is not the "),
-    "a model that is gone": (lambda: Path("c.n.int8.onnx").unlink(), "c.n.int8.onnx cannot be read: No such file"),
+    "a model that is gone": (lambda: Path(int8_model()).unlink(), ".int8.onnx cannot be read: No such file"),
     "TOML": (lambda: edit("c.toml", "max = 4", "max = 8"), "c.toml is not the certified file: SHA-256 "),
     "an edited gain": (lambda: edited(lambda content: content["figures"].update(gain=9.9)), "it was edited: "),
     "an edited loss": (lambda: edited(lambda content: content["loss"]["limits"][0].update(high=0.0)), "it was edited"),
     "no number": (lambda: edited(lambda content: content["figures"].update(gain=float("nan"))), "it was edited: "),
     "an edited hash": (lambda: edited(lambda content: content["compiled"].update(sha256="0")), "it was edited: "),
-    "another version": (lambda: edited(lambda content: content.update(schema=2)), "of version 2, this "),
+    "another version": (lambda: edited(lambda content: content.update(schema=99)), "of version 99, this "),
     "another file": (lambda: Path("c.certificate.json").write_text("[]"), "not a certificate, which torchpipe compile"),
     "no certificate": (lambda: Path("c.certificate.json").unlink(), "certificate c.certificate.json: No such file"),
 }
@@ -251,10 +325,10 @@ def test_certificate_fails_for_each_difference(
         folder = tmp_path / name
         shutil.copytree(certified, folder)
         monkeypatch.chdir(folder)
-        check_certificate("c.certificate.json", "c.toml")
+        check()
         change()
         try:
-            check_certificate("c.certificate.json", "c.toml")
+            check()
             failed.append(f"{name}: nothing is refused")
         except ConfigError as error:
             has_renewal = "; renew it: torchpipe compile own.toml --img_dir " in str(error)
@@ -267,7 +341,7 @@ def test_certificate_fails_for_another_opencv(copy: Path, monkeypatch: pytest.Mo
     right = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == OPENCV else right(name))
     with pytest.raises(ConfigError, match=rf"{OPENCV} is 9\.9 here, [\d.]+ in the certificate"):
-        check_certificate("c.certificate.json", "c.toml")
+        check()
 
 
 def test_digest_is_no_signature(copy: Path) -> None:
@@ -278,30 +352,28 @@ def test_digest_is_no_signature(copy: Path) -> None:
         content[DIGEST] = digest(content)
 
     edited(forge)
-    assert check_certificate("c.certificate.json", "c.toml") == parse_toml("c.toml")
+    assert check() == parse_toml("c.toml")
 
 
 def test_certified_files_may_move_together(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy / "elsewhere").mkdir()
     monkeypatch.chdir(copy / "elsewhere")
-    check_certificate("../c.certificate.json", "../c.toml")
+    check("../c.certificate.json", "../c.toml")
 
 
 def test_custom_code_is_certified(copy: Path) -> None:
     code = ["own.py", "json"]  # of the module the name is known only
     Path("own.py").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"--import own\.py is not among the certified code"):
-        check_certificate("c.certificate.json", "c.toml", code)
+        check("c.certificate.json", "c.toml", "own.py")
 
-    def certify(content: dict[str, Any]) -> None:
-        content["compiled"] = described(plan_pipeline("c.toml"), "c.toml", code)
-        content[DIGEST] = digest(content)
 
-    edited(certify)
-    check_certificate("c.certificate.json", "c.toml", code)
-    Path("own.py").write_text("changed = True", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"--import own\.py is not the certified file: SHA-256 "):
-        check_certificate("c.certificate.json", "c.toml", code)
+def test_provider_is_certified(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnnxTensor, "setup_choices", lambda self: iter(["OnnxTensor: CUDAExecutionProvider"]))
+    with pytest.raises(ConfigError) as error:
+        check()
+    stated = "OnnxTensor: CPUExecutionProvider in the certificate; renew it: torchpipe compile own.toml "
+    assert f"node 'n' uses OnnxTensor: CUDAExecutionProvider here, {stated}" in str(error.value)
 
 
 # --- bad input

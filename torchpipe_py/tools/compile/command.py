@@ -26,7 +26,7 @@ from torchpipe_py.tools.compile.changes import INT8, Chooser
 from torchpipe_py.tools.compile.losses import Halves, Losses, is_within, least_pictures
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.parity.command import tolerance_json
-from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
+from torchpipe_py.tools.report import ToolError, json_text, progress_bar, replace_text, write_json
 from torchpipe_py.tools.tune import report as tuned
 from torchpipe_py.tools.tune.candidates import copied
 from torchpipe_py.tools.tune.command import check_out, options_of, serve_command
@@ -35,6 +35,9 @@ from torchpipe_py.tools.tune.search import Progress, Trial
 from torchpipe_py.tools.tune.verify import Verdict, verify
 
 DEFAULT_BUDGET_S = 240.0
+
+DIGITS = 12
+"""Digits of its SHA-256 in the name of an int8 model."""
 
 ENDS = {"losses": 0.36, "changes": 0.54, "processes": 0.61, "settings": 0.66, "verify": 1.0}
 """Share of the time, without that for the certificate, at which each phase ends."""
@@ -75,11 +78,13 @@ def compile_config(
     path, out = os.fspath(config), Path(out)
     for name in imports:
         import_code(name)
+    sha256 = certificate.file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything reads the file
     tables, halves = Tables.of(path), Halves.of(os.fspath(img_dir), limits)
-    code = [name for name in imports if name.endswith(".py")]
+    plan = plan_pipeline(tables)
+    reference = certificate.described(plan, path, sha256, imports)
     report = tuned.new_report(path, slo_p99, rate)
     report |= {"img_dir": os.fspath(img_dir), "tolerance": str(limits), "changes": [], "loss": None, "gpu": gpu_names()}
-    report |= {"certified": False, "written": []}
+    report |= {"certified": False, "written": [], "choices": {}}
     report["halves"] = {"choosing": len(halves.choosing), "certifying": len(halves.certifying)}
     with TemporaryDirectory(prefix="torchpipe-compile-") as folder:
         run = _Compilation(tables, limits, halves, Path(folder), report)
@@ -87,9 +92,10 @@ def compile_config(
         if report["verdict"] not in ("better", "as good"):
             report["certified"] = False
         if report["certified"]:
-            report["reference"] = certificate.described(plan_pipeline(tables), path, code)
-            report["pictures"] = pictures_of(halves)
-            _write(report, report["tuned"] or tables, out, wanted, code)
+            if certificate.described(plan, path, certificate.file_hash(path), imports) != reference:
+                raise ToolError(f"{path}: it, or a file that it names, changed meanwhile; compile it again")
+            report |= {"reference": reference, "pictures": pictures_of(halves)}
+            _write(report, report["tuned"] or tables, out, wanted)
     return report
 
 
@@ -150,7 +156,7 @@ class _Compilation:
         if verdict.kind == "as good":
             self._chooser.undo()
         self._report["changes"] = [change.fields(bench) for change in self._chooser.changes]
-        self._report["loss"] = tolerance_json(comparison)
+        self._report |= {"loss": tolerance_json(comparison), "choices": dict(comparison.choices)}
         self._report["certified"] = is_within(comparison)
         if not is_within(comparison):
             return Verdict("cannot tell", bench.trials[0], why=f"the best file is {_on_others(comparison)}")
@@ -196,30 +202,38 @@ def gpu_names() -> list[str]:
 # --- files
 
 
-def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted, code: Sequence[str]) -> None:
-    """Write the compiled file with its int8 models, the certificate and its page; names them in ``report``."""
+def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted) -> None:
+    """Write the compiled file with its int8 models, the certificate and its page; names them in ``report``.
+
+    The TOML file is the last: without it nothing uses the others, and what is half written does not look whole.
+    """
     stem, written = out.with_suffix(""), copied(tables, os.fspath(out))
     try:
         for name, table in written.items():
             for key, value in table.items():
                 if isinstance(value, str) and value.endswith(INT8) and "torchpipe-compile-" in value:
-                    model = Path(f"{stem}.{name}{INT8}")
-                    replace_file(model, Path(value).read_bytes())
+                    # NOTE: another model has another name: a service that runs may use the one of an earlier file.
+                    found = certificate.file_hash(value)
+                    model = Path(f"{stem}.{name}.{found[:DIGITS]}{INT8}")
+                    if not model.is_file() or certificate.file_hash(model) != found:
+                        replace_file(model, Path(value).read_bytes())
                     table[key] = model.name  # beside the TOML file
                     report["written"].append(os.fspath(model))
     except OSError as error:
         raise ToolError(f"{error.filename}: cannot be written: {error.strerror}") from error
     proof = Path(f"{stem}{certificate.ENDING}")
     report["command"] = f"{serve_command(out, report, wanted.imports)} --require-certificate {shlex.quote(str(proof))}"
-    tuned.write_tuned(out, report, written, "compiled by torchpipe compile")
-    content = text.new_certificate(report, out, _commands(report, out, wanted), code)
+    toml = tuned.tuned_text(report, written, "compiled by torchpipe compile")
+    sha256 = hashlib.sha256(toml.encode("utf-8", "backslashreplace")).hexdigest()
+    content = text.new_certificate(report, written, sha256, _commands(report, out, wanted), wanted.imports)
     certified = {each["sha256"] for each in content["compiled"]["files"]}
     for name in report["written"]:
         if certificate.file_hash(name) not in certified:
             model = os.path.basename(name)
             raise ToolError(f"{model}: a file of this name in the working directory comes before {name}: remove it")
-    write_json(proof, content)
-    write_text(proof.with_suffix(".html"), text.page(content, report))
+    replace_text(proof, json_text(content))
+    replace_text(proof.with_suffix(".html"), text.page(content, report))
+    replace_text(out, toml)
     report["written"] += [os.fspath(out), os.fspath(proof), os.fspath(proof.with_suffix(".html"))]
 
 

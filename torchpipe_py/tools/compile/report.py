@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchpipe_py import certificate
@@ -76,20 +74,21 @@ def verdict_line(report: Mapping[str, Any]) -> str:
 # --- the certificate
 
 
-def new_certificate(report: Mapping[str, Any], out: Path, commands: Mapping[str, str], code: Sequence[str]) -> Any:
-    """The content of the certificate of ``out``, which is written already."""
-    path = os.fspath(out)
+def new_certificate(
+    report: Mapping[str, Any], tables: Tables, sha256: str, commands: Mapping[str, str], code: Sequence[str]
+) -> Any:
+    """The content of the certificate of ``tables``; the TOML file with this hash need not be written yet."""
     figures = {
         "goal": tuned.goal_text(report),
         "gain": report["gain"],
         "gain_interval": report["gain_interval"],
         **{name: {key: report[name][key] for key in FIGURES} for name in ("yours", "best")},
     }
-    tables = Tables.of(path)
+    compiled = certificate.described(plan_pipeline(tables), tables.source, sha256, code)
     content = {
         "schema": certificate.SCHEMA,
         "made": report["date"],
-        "compiled": certificate.described(plan_pipeline(tables), path, code),
+        "compiled": compiled | {"choices": report["choices"]},
         "reference": report["reference"],
         "pictures": report["pictures"],
         "tolerance": report["tolerance"],
@@ -122,6 +121,7 @@ def page(content: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     files += [(f"{each['path']} ({each['key']} of {each['node']})", each["sha256"]) for each in compiled["files"]]
     files += [(each["path"], each["sha256"]) for each in compiled["code"]]
     files.append((f"{pictures['count']} pictures of {pictures['folder']}", pictures["sha256"]))
+    choices = [(node, ", ".join(chosen)) for node, chosen in compiled["choices"].items()]
     limits = [
         (
             limit["name"],
@@ -140,6 +140,7 @@ def page(content: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         shared.table(HEADS, rows_of(report), "Changes"),
         shared.table((), about, "Certificate"),
         shared.table(("file", "SHA-256"), files, "Files"),
+        shared.table(("node", "chosen at set-up"), choices, "Choices"),
         shared.table(("library", "version"), [*content["versions"].items()], "Versions"),
     ]
     return shared.page(f"Certificate of {compiled['path']}", [*parts, *tuned.page_parts(report)[1:]])

@@ -14,7 +14,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.tools.load.arrivals import read_replay
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
-from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, write_json, write_text
+from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, replace_text, write_json, write_text
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.candidates import Candidate
 from torchpipe_py.tools.tune.engine import Bench, Wanted, as_it_is, measure, named_images
@@ -82,7 +82,7 @@ def run_tune(args: argparse.Namespace) -> int:
     print("\n".join([*text.lines_of(report), text.verdict_line(report)]), flush=True)
     if report["tuned"] is not None:
         report["command"] = serve_command(out, report, options["imports"])
-        text.write_tuned(out, report, report["tuned"], "tuned by torchpipe tune")
+        replace_text(out, text.tuned_text(report, report["tuned"], "tuned by torchpipe tune"))
         print(f"{out}\n{report['command']}", flush=True)
     if args.json is not None:
         write_json(args.json, report)
@@ -96,7 +96,7 @@ def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:
 
     ``others`` are further files by their flags.
     """
-    if problem := output_problem(out):
+    if problem := output_problem(out) or output_problem(out, replaces=out.is_file()):
         raise ToolError(f"--out {out} cannot be written: {problem}")
     check_outputs({"out": out, **others}, path)
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):

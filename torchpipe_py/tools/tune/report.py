@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from torchpipe_py.errors import counted
 from torchpipe_py.tools import report as shared
 from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.load.measure import cpu_model
-from torchpipe_py.tools.report import Line, aligned, chart, linear_axis, write_text
+from torchpipe_py.tools.report import Line, aligned, chart, linear_axis
 from torchpipe_py.tools.tune.search import NO_TIME, Trial
 
 MOST_BY_OTHERS = 0.15
@@ -143,15 +142,15 @@ def lines_of(report: Mapping[str, Any], has_table: bool = True) -> list[str]:
 # --- files
 
 
-def write_tuned(path: Path, report: Mapping[str, Any], tables: Mapping[str, Any], origin: str) -> None:
-    """Write the best configuration, with its ``origin`` and figures in comments."""
+def tuned_text(report: Mapping[str, Any], tables: Mapping[str, Any], origin: str) -> str:
+    """The best configuration as TOML, with its ``origin`` and figures in comments."""
     lines = [
         f"{origin} from {report['config']} on {report['date'][:10]}",
         f"{report['cpu_model']}, {report['cores']} cores; {report['images']} images of {report['img_dir']}",
         f"{goal_text(report)}: {_figure(report, report['best']['measured'])} without a network; {verdict_line(report)}",
         f"serve it with: {report['command']}",
     ]
-    write_text(path, "".join(f"# {shared.printable(line)}\n" for line in lines) + "\n" + to_toml(tables))
+    return "".join(f"# {shared.printable(line)}\n" for line in lines) + "\n" + to_toml(tables)
 
 
 def page(report: Mapping[str, Any]) -> str:
