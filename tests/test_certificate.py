@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import Register
 from kit.certified import certify
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
+from torchpipe_server.supervisor.generation import Generation
+from torchpipe_server.worker.service import make_plan
 
 from torchpipe_py import Backend, ConfigError, Param, certificate, parse_toml
 from torchpipe_py.certificate import code_files, read_certified, versions
@@ -210,3 +213,27 @@ def test_each_file_of_a_value_with_several_may_move(
     assert [path for _, _, path, _ in tables.certificate.files] == ["more.txt", "words.txt"]
     with tables.loading():
         pass
+
+
+def test_process_that_a_worker_starts_again_checks_its_node(folder: Path) -> None:
+    options = parse_options(["c.toml", "--require-certificate", "c.certificate.json"])
+    reloading = make_plan(options, cli._read_file(options), 1).plans["n"].reloading
+    with reloading():
+        pass
+    (folder / "words.txt").write_text("b", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not the certified file"), reloading():
+        pass
+
+
+def test_reload_keeps_engine_processes_only_with_the_same_certificate(folder: Path) -> None:
+    """They have not compared their files with another one."""
+    with open("c.toml", "a", encoding="utf-8") as file:
+        file.write("shared = true\n")
+    certify(folder / "c.toml")
+    options = parse_options(["c.toml", "--require-certificate", "c.certificate.json", "--workers", "2"])
+    before = Generation(cli._read_file(options), options)
+    for engine in before.engines:
+        engine.child = Mock(is_ready=True)
+    assert Generation(cli._read_file(options), options, before).engines is before.engines
+    certify(folder / "c.toml", choices={"n": ["A: B"]})
+    assert Generation(cli._read_file(options), options, before).engines is not before.engines
