@@ -362,7 +362,6 @@ def test_certified_files_may_move_together(copy: Path, monkeypatch: pytest.Monke
 
 
 def test_custom_code_is_certified(copy: Path) -> None:
-    code = ["own.py", "json"]  # of the module the name is known only
     Path("own.py").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"--import own\.py is not among the certified code"):
         check("c.certificate.json", "c.toml", "own.py")
