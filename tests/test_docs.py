@@ -15,6 +15,8 @@ semicolons.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import os
 import re
@@ -50,6 +52,8 @@ FENCED = re.compile(
 )
 RUN = {"console", "python", "toml", "text"}
 EXCUSES = ("not run: ", "file: ")
+CONTINUES = "continues from block to block"
+"""A page that says so may use names of its earlier Python."""
 
 INTERPRETER = r"""
 import ast, asyncio, sys, traceback
@@ -244,6 +248,36 @@ def test_every_block_is_run_or_excused(page: Path) -> None:
         if block.language == "python":
             compile(block.text, name_of(page), "exec", 0x2000)  # with await at the top, as a page may have
     assert page.read_text(encoding="utf-8").count("\n```") % 2 == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_copied_python_block_has_all_its_names(page: Path) -> None:
+    earlier: set[str] = set()
+    for block in blocks(page):
+        if block.language != "python" or (block.marked("not run: ") or "").startswith(("a part", "parts")):
+            continue
+        tree = compile(block.text, name_of(page), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        made, used = names_of(tree)
+        missing = used - made - earlier - set(dir(builtins)) - {"__name__"}
+        assert not missing, f"{name_of(page)}:{block.line}: {missing}; import them, or say: {CONTINUES}"
+        if CONTINUES in page.read_text(encoding="utf-8"):
+            earlier |= made
+
+
+def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The names that some code makes, in whatever scope, and those that it uses."""
+    made, used = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name):
+                (used if isinstance(node.ctx, ast.Load) else made).add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                made.add(name)
+            case ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                made.add(name)
+            case ast.alias(name=name, asname=other):
+                made.add(other or name.split(".")[0])
+    return made, used
 
 
 def test_the_readme_is_short() -> None:
