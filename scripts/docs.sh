@@ -5,6 +5,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${VENV:-.venv}/bin
 site=$(realpath -m "${1:-build/site}")
+if [[ ! -x $bin/mkdocs ]]; then
+  echo "docs: no $bin/mkdocs; install it by: $bin/pip install -e '.[docs]'" >&2
+  exit 1
+fi
 pages=$(mktemp -d)
 trap 'rm -rf "$pages"' EXIT
 "$bin/python" scripts/site_pages.py "$pages"

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, get_args
 
 import api_page
 import pytest
+import site_pages
 from kit.models import one_node
 from kit.services import reserved_port
 from kit.waits import PROGRAM_WAIT, WAIT, eventually
@@ -54,6 +55,13 @@ RUN = {"console", "python", "toml", "text"}
 EXCUSES = ("not run: ", "file: ")
 CONTINUES = "continues from block to block"
 """A page that says so may use names of its earlier Python."""
+WORDS_ELSEWHERE = """
+    .mar BLS autocomplete batchSize config.pbtxt config.properties decoupled default_workers_per_model dynamic_batching
+    ensemble explicit instance_group job_queue_size limiter livez log-verbose max_queue_delay_microseconds maxBatchDelay
+    minWorkers model_warmup model.py perf_analyzer policy preferred_batch_size priority_levels sequence
+    stateful TritonPythonModel version_policy warmup workflow
+"""
+"""What users of other servers search for."""
 
 INTERPRETER = r"""
 import ast, asyncio, sys, traceback
@@ -278,6 +286,13 @@ def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
             case ast.alias(name=name, asname=other):
                 made.add(other or name.split(".")[0])
     return made, used
+
+
+def test_words_of_other_servers_are_found_by_the_search_of_the_site() -> None:
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("coming-from.md", "migrating.md"))
+    found = set(re.split(site_pages.SEARCH["separator"], text.lower()))
+    searched = re.split(site_pages.SEARCH["separator"], WORDS_ELSEWHERE.lower())
+    assert [word for word in searched if word not in found] == []
 
 
 def test_the_readme_is_short() -> None:
