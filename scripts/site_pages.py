@@ -77,10 +77,10 @@ PALETTE = [
 ]
 COMMANDS_ALONE = "code[data-md-copying]:has(.gp) :is(.gp, .go) { display: none; }\n"
 """Style: what the button of a console block copies are its commands, without ``$`` and output."""
-SEARCH = {
-    "separator": r"[\s\-,:;=!?\[\](){}<>\"'`/|*]+|&[lg]t;",  # keys and file names stay whole; what is around them goes
-    "fields": {"title": {"boost": 10.0}},  # by default 1,000: "model" in a title would beat "warmup" in a text
-}
+SEPARATOR = r"[\s\-,:;=!?\[\](){}<>\"'`/|*]+|&[lg]t;"
+"""Between words of the search: what is around keys and names of files, which stay whole."""
+SEARCH = {"separator": SEPARATOR, "fields": {"title": {"boost": 10.0}}}
+"""With the theme's boost, 1,000, "model" in a title would beat "warmup" in a text."""
 PAGES = ("*.md", "docs/**/*.md", "examples/*/README.md")
 
 

@@ -290,8 +290,8 @@ def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 def test_words_of_other_servers_are_found_by_the_search_of_the_site() -> None:
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("coming-from.md", "migrating.md"))
-    found = set(re.split(site_pages.SEARCH["separator"], text.lower()))
-    searched = re.split(site_pages.SEARCH["separator"], WORDS_ELSEWHERE.lower())
+    found = set(re.split(site_pages.SEPARATOR, text.lower()))
+    searched = re.split(site_pages.SEPARATOR, WORDS_ELSEWHERE.lower())
     assert [word for word in searched if word not in found] == []
 
 
