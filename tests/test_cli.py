@@ -235,6 +235,12 @@ def test_missing_dependency_is_one_line(good: str) -> None:
     assert (done.returncode, done.stderr) == (1, line)
 
 
+def test_contracts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, line in (["idl"], "service InferenceService"), (["idl", "--grpc"], "service GRPCInferenceService"):
+        assert main(arguments) == 0
+        assert line in capsys.readouterr().out
+
+
 def test_serve_is_the_service() -> None:
     """It becomes ``torchpipe-serve``, with its options and messages."""
 

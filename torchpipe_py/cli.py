@@ -18,7 +18,7 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, TorchpipeError, counted
-from torchpipe_py.idl import idl_path
+from torchpipe_py.idl import idl_path, proto_path
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.folder import NO_MODEL, find_models, parse_folder
 from torchpipe_py.plan.unknown import backend_instead_of
@@ -85,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.set_defaults(run=_tool("tools.doctor", "run_doctor"))
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
     commands.add_parser("serve", help="serve a configuration: the same as torchpipe-serve", add_help=False)
-    idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
-    idl.set_defaults(run=lambda args: print(idl_path().read_text(encoding="utf-8"), end=""))
+    idl = commands.add_parser("idl", help="print a contract of the service, for clients in any language")
+    idl.add_argument("--grpc", action="store_true", help="the Open Inference Protocol's, oip.proto; default: Thrift's")
+    idl.set_defaults(run=lambda args: _print_contract(args.grpc))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: a path may not be valid UTF-8
     arguments = sys.argv[1:] if argv is None else argv
@@ -179,6 +180,11 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: Path | None) -> No
         return
     write_text(out, text)
     print(out)
+
+
+def _print_contract(is_grpc: bool) -> None:
+    path = proto_path() if is_grpc else idl_path()
+    print(path.read_text(encoding="utf-8"), end="")
 
 
 def _tool(module: str, function: str) -> Callable[[Any], int]:

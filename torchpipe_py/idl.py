@@ -1,4 +1,4 @@
-"""The service's contract, ``idl/inference.thrift``, as a file and as Python classes."""
+"""The service's contracts: ``idl/inference.thrift`` as a file and as Python classes, and ``oip.proto`` as a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ _PACKAGE = Path(__file__).resolve().parent
 _CANDIDATES = (_PACKAGE / "inference.thrift", _PACKAGE.parent / "idl" / "inference.thrift")
 
 
+def proto_path() -> Path:
+    """The path of the Open Inference Protocol for gRPC."""
+    return _PACKAGE / "methods" / "rpc" / "proto" / "oip.proto"
+
+
 def idl_path() -> Path:
-    """The path of the contract."""
+    """The path of the Thrift contract."""
     path = next((path for path in _CANDIDATES if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"inference.thrift is neither at {' nor at '.join(map(str, _CANDIDATES))}")
@@ -19,7 +24,7 @@ def idl_path() -> Path:
 
 
 def load_idl() -> ModuleType:
-    """The contract as a module of thriftpy2: structs, exceptions, ``InferenceService``.
+    """The Thrift contract as a module of thriftpy2: structs, exceptions, ``InferenceService``.
 
     Raises ``ImportError`` without thriftpy2.
     """
