@@ -7,7 +7,7 @@ import gzip
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -378,6 +378,50 @@ def test_bounds_bodies_that_wait_to_be_read(reading: tuple[threading.Event, thre
     assert served(use, **limits) == [504, 429, 429, 200, 200]
 
 
+def closed(answers: Sequence[HttpAnswer]) -> bool:
+    """Whether each says that the pipe was closed, and when to come again."""
+    told = {(each.status, json.loads(each.body)["code"], each.headers.get("Retry-After")) for each in answers}
+    return told == {(503, "closed", "1")}
+
+
+def test_refuses_bodies_that_wait_at_the_end_of_the_drain(reading: tuple[threading.Event, threading.Event]) -> None:
+    async def use(replica: PipeReplica) -> None:
+        read = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON))
+        await asyncio.to_thread(reading[0].wait, WAIT)
+        to_read = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON, x_deadline_ms="600000"))
+        to_inflate = asyncio.create_task(ask(replica, INFER, LONG, content_encoding="gzip"))
+        await asyncio.sleep(0)
+        await replica.end()
+        assert closed(await asyncio.wait_for(asyncio.gather(read, to_read, to_inflate), WAIT))
+        assert closed([await asyncio.wait_for(ask(replica, INFER, body, **JSON), WAIT) for body in (b"{}", LONG_JSON)])
+        with pytest.raises(PipeClosed):
+            await replica.infer(b"late")
+
+    served(use, max_message_bytes=2**23, drain_seconds=0)
+
+
+def test_refuses_answers_that_wait_at_the_end_of_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, encode_now = threading.Semaphore(0), threading.Event(), Picture.encode
+
+    def encode_later(*args: Any) -> bytes:
+        begun.release()
+        assert go_on.wait(WAIT)
+        return encode_now(*args)
+
+    async def use(replica: PipeReplica) -> None:
+        body = encode(picture(200, 150))
+        made = [asyncio.create_task(ask(replica, INFER, body, accept="image/png")) for _ in range(2)]
+        await asyncio.to_thread(begun.acquire, timeout=WAIT)
+        while replica._writer._work_queue.qsize() < 1:
+            await asyncio.sleep(0)
+        await replica.end()
+        assert closed(await asyncio.wait_for(asyncio.gather(*made), WAIT))
+        go_on.set()
+
+    monkeypatch.setattr(Picture, "encode", encode_later)
+    served(use, {"backend": "DecodeMat"}, max_message_bytes=10**6, drain_seconds=0)
+
+
 class Told:
     """The result is the parameters of the request, as JSON."""
 
@@ -454,6 +498,23 @@ def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str,
 
     with pipes_of(service) as pipes:
         assert served(use, gate[1]) == (b"old", b"new")
+
+
+def test_exchange_waits_for_bodies_that_are_inflated() -> None:
+    async def use(replica: PipeReplica) -> int:
+        long = asyncio.create_task(ask(replica, INFER, LONG, content_encoding="gzip"))
+        await asyncio.to_thread(begun.acquire, timeout=WAIT)
+        exchange = asyncio.create_task(replica.reconfigure({"classifier.instance_num": 2}))
+        while (await replica.stats())["nodes"]["classifier"]["instances"] != 2:
+            await asyncio.sleep(0)
+        await asyncio.wait({exchange}, timeout=0.2)
+        assert not exchange.done(), "a request that has begun is not lost"
+        may_go_on.set()
+        await exchange
+        return (await long).status
+
+    with inflating_held_back() as (begun, may_go_on):
+        assert served(use, {"classifier": IDENTITY}, **LARGE_LIMITS) == 200
 
 
 def test_keeps_pipe_if_new_one_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py import DeadlineExceeded, Overloaded, TorchpipeError, parse_toml, pipe
+from torchpipe_py import DeadlineExceeded, Overloaded, PipeClosed, TorchpipeError, parse_toml, pipe
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
 from torchpipe_py.serving import (
@@ -62,7 +62,7 @@ class UnhealthyError(TorchpipeError, RuntimeError):
 
 
 class AwaitedCall:
-    """A call whose outcomes are awaited: its result, then its encoding if another thread has to make that."""
+    """A call whose outcomes are awaited: of inflating a long body, its result, and of encoding a long answer."""
 
     def __init__(self, message: Any) -> None:
         self.loop = asyncio.get_running_loop()
@@ -72,6 +72,20 @@ class AwaitedCall:
     def reply(self, call: Call, result: Any) -> None:
         """Pass the result, or the exception in its place, to the loop; for any thread."""
         call_from_any_thread(self.loop, self._outcomes.put_nowait, result)
+
+    def inflate(self, inflating: Coroutine[Any, Any, None]) -> None:
+        """Have a long body inflated, which is the next outcome; it ends if the call does."""
+
+        def inflated(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                self._outcomes.put_nowait(task.exception())
+
+        self.call.inflating = self.loop.create_task(inflating)
+        self.call.inflating.add_done_callback(inflated)
+
+    def refuse(self, error: BaseException) -> None:
+        """Have the error be the outcome that it waits for."""
+        self._outcomes.put_nowait(error)
 
     async def outcome(self) -> Any:
         """Wait for the next outcome, and raise it if it is an error."""
@@ -89,23 +103,29 @@ class ServedPipe:
         rpcs = usual.rpcs() if find_spec("grpc") else ()
         served = _traced(timed(Served({}, Routes(usual.routes), rpcs), run), run)
         self.routes, self.rpcs = served.routes, {rpc.path: rpc.method for rpc in served.rpcs}
-        self._requests = 0
+        self._calls: set[AwaitedCall] = set()
+        self._is_closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
     def calling(self, message: Any = None) -> Iterator[AwaitedCall]:
-        """A call of one of its methods. Leaving it by an exception, as if it is cancelled, drops the request."""
+        """A call of one of its methods. Leaving it by an exception, as if it is cancelled, drops the request.
+
+        Raises ``PipeClosed`` after ``end``.
+        """
+        if self._is_closed:
+            raise PipeClosed("the pipe is closed")
         awaited = AwaitedCall(message)
-        self._requests += 1
+        self._calls.add(awaited)
         self._idle.clear()
         try:
             yield awaited
             awaited.call.settle()
         finally:
             awaited.call.cancel()  # no effect after its answer
-            self._requests -= 1
-            if not self._requests:
+            self._calls.discard(awaited)
+            if not self._calls:
                 self._idle.set()
 
     async def finished(self, method: Method, args: Any) -> Any:
@@ -115,11 +135,14 @@ class ServedPipe:
             return await awaited.outcome()
 
     async def end(self, seconds: float) -> None:
-        """Let its requests finish, then close the pipe."""
+        """Let its requests finish, for at most ``seconds``; then refuse those that are left, and close the pipe."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:
-            logger.warning("%s not finished after %g s", counted(self._requests, "request"), seconds)
+            logger.warning("%s not finished after %g s", counted(len(self._calls), "request"), seconds)
+        self._is_closed = True
+        for awaited in self._calls:
+            awaited.refuse(PipeClosed(f"the pipe is closed: not finished within {seconds:g} s (drain_seconds)"))
         await asyncio.get_running_loop().run_in_executor(None, self.pipe.close, seconds)
 
 
@@ -243,10 +266,10 @@ class PipeReplica:
         served = self._served  # NOTE: read it now: it may have been exchanged
         route, request.parameters = served.routes.find(request)
         inflater = compression.inflater_of(request, self._message)
-        if inflater is not None:
-            await self._inflate(request, inflater, hold)
         method = route.method
         with served.calling(request) as awaited:
+            if inflater is not None:
+                await self._inflate(awaited, request, inflater, hold)
             if method.takes_long is not None and method.takes_long(request):
                 seconds = self._seconds_left(request)
                 awaited.call.start_aside(awaited.loop, self._reader, method, request, seconds, False)
@@ -262,11 +285,14 @@ class PipeReplica:
             made: HttpAnswer = await awaited.outcome()
             return made
 
-    async def _inflate(self, request: HttpRequest, inflater: compression.Inflater, hold: Hold) -> None:
+    async def _inflate(
+        self, awaited: AwaitedCall, request: HttpRequest, inflater: compression.Inflater, hold: Hold
+    ) -> None:
         """Inflate the body, a long one on another thread within the request's deadline."""
         if not inflater.step(SMALL_BYTES):
+            awaited.inflate(self._inflating.finish(inflater, hold.resize))
             try:
-                await asyncio.wait_for(self._inflating.finish(inflater, hold.resize), self._seconds_left(request))
+                await asyncio.wait_for(awaited.outcome(), self._seconds_left(request))
             except asyncio.TimeoutError:
                 raise DeadlineExceeded(UNREAD) from None
         request.inflated(inflater.take())
@@ -340,7 +366,7 @@ class PipeReplica:
             await before.end(self._arguments.drain_seconds)
 
     async def end(self) -> None:
-        """Finish accepted requests, and close the pipe."""
+        """Finish accepted requests, for at most ``drain_seconds``, refuse those that are left, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
         self._reader.close()
         self._writer.shutdown(wait=False)
