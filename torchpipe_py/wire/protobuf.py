@@ -5,6 +5,8 @@ from __future__ import annotations
 from mmap import mmap
 from typing import Any
 
+import numpy as np
+
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 
@@ -12,18 +14,19 @@ _VARINT, _BYTES = 0, 2  # wire types: a number, and a text, bytes or a message a
 _SIZES = {1: 8, 5: 4}  # bytes by wire type, of types with a fixed size
 _MOST_VARINT = 10
 _TEXT, _RAW = 9, 12  # the types of fields that are a text or bytes
+_FIXED = {1: 8, 2: 4, 6: 8, 7: 4, 15: 4, 16: 8}  # bytes by the type of fields whose numbers have a fixed size
 
 
 def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
     """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included, with
-    more text in all of them together than ``text``, or with more numbers than half of that.
+    more text in all of them together than ``text``, or with more packed numbers than half of that.
 
     Each number becomes an object, of many times its bytes. ``InvalidRequest`` if it is not a message. ``descriptor``:
     that of the message's class.
     """
     left, todo = most, [(descriptor, 0, len(data))]
     most_numbers = text.bytes // 2
-    numbers_left, text_left = _MOST_VARINT * most_numbers, text.bytes  # bytes
+    numbers, text_left = 0, text.bytes
     while todo:
         descriptor, at, end = todo.pop()
         while at < end:
@@ -50,12 +53,21 @@ def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
                             f"{size} bytes of text in {field.name}; the limit is {text.bytes} ({text.name})"
                         )
                 elif field is not None and field.type != _RAW:
-                    numbers_left -= value
-                    if numbers_left < 0:
-                        size = _MOST_VARINT * most_numbers - numbers_left
-                        limit = f"{most_numbers} numbers (half of {text.name})"
-                        raise RequestTooLargeError(f"{size} bytes of numbers in {field.name}; the limit is {limit}")
+                    numbers += _count(data, at, value, field.type)
+                    if numbers > most_numbers:
+                        raise RequestTooLargeError(
+                            f"{numbers} numbers up to {field.name}; the limit is {most_numbers} (half of {text.name}): "
+                            "send large inputs as raw_input_contents"
+                        )
                 at += value
+
+
+def _count(data: bytes, at: int, size: int, type_: int) -> int:
+    """The numbers of a packed field. NOTE: their bytes say little: a number takes 1 to 10, and 8 when it is parsed."""
+    if type_ in _FIXED:
+        return size // _FIXED[type_]
+    packed = np.frombuffer(memoryview(data)[at : at + size], np.uint8)
+    return int(np.count_nonzero(packed < 0x80))  # the last byte of each
 
 
 def varint(data: bytes | mmap, at: int) -> tuple[int, int]:

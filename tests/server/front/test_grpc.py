@@ -85,17 +85,20 @@ WRONG = {
     "301 inputs; the limit is 256": GOOD + b"\x2a\0" * 300,
     "more than 4096 fields (--max-items)": b"\x2a\0" * 5000,
     "more than 4096 fields": tensor(shape=(1,), contents={"bytes_contents": [b""] * 5000}),
-    "30000 bytes of numbers in shape; the limit is 2048": tensor("FP32", [1] * 30_000),
+    "30000 numbers up to shape; the limit is 2048": tensor("FP32", [1] * 30_000),
     "a inference.ModelInferRequest": b"\x0b" * 5000,
     "cut short": b"\x08" + b"\xff" * 5000,
     "2 raw_input_contents for 1 inputs": tensor("FP32", (1, 1), [b"1234", b"1"]),
     "contents field must not be specified when using raw_input_contents for": tensor(
         "INT8", (1, 1), [b"1", b"1"], contents={"int_contents": [1]}
     ),
-    "10000 dimensions": tensor("FP32", [1] * 10_000, [b"1234"]),
+    "2000 dimensions": tensor("FP32", [1] * 2_000, [b"1234"]),
     "int8 has -128..127": tensor("INT8", (1, 1), contents={"int_contents": [999]}),
     "sent as raw_input_contents": tensor("FP16", (1, 1), contents={"fp32_contents": [1]}),
-    "5000 elements in contents; the limit is 2048": tensor("INT32", (1, 5000), contents={"int_contents": [1] * 5000}),
+    "5002 numbers up to int_contents; the limit is 2048": tensor(
+        "INT32", (1, 5000), contents={"int_contents": [1] * 5000}
+    ),
+    "3000 elements in contents; the limit is 2048": tensor("INT32", (1, 3000), contents={"int_contents": [1] * 3000}),
     "shared memory is not served": tensor("FP32", (1, 1), parameters=SHARED_MEMORY),
     "did you mean 'deadline_ms'?": GOOD + Request(parameters={"deadline": {"int64_param": 1}}).SerializeToString(),
 }

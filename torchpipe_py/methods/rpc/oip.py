@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, UnknownNode
@@ -27,7 +28,7 @@ from torchpipe_py.methods.oip.requests import (
     options_from,
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32
-from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, Output
+from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, NUMBERS, Output
 from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, model_in, trace_headers
 from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
@@ -238,7 +239,7 @@ class OipRpcs:
             tensors.append(Given(name, given.datatype, list(shape), data, is_base64(others)))
         return tensors
 
-    def _contents(self, given: Any) -> list[Any]:
+    def _contents(self, given: Any) -> list[Any] | memoryview:
         where, field = f"input {given.name[:40]!r}: ", _CONTENTS.get(given.datatype)
         if field is None:
             if given.datatype in DATATYPES:
@@ -252,7 +253,16 @@ class OipRpcs:
                 f"{where}{len(elements)} elements in contents; the limit is {most} (half of {name}): send large inputs "
                 "as raw_input_contents"
             )
-        return list(elements)
+        if given.datatype == BYTES:
+            return list(elements)
+        # NOTE: not a list, in which each number would be an object.
+        dtype = np.dtype(NUMBERS[given.datatype]).newbyteorder("<")
+        try:
+            return memoryview(np.fromiter(elements, dtype, len(elements)).tobytes())
+        except OverflowError:
+            has, limits = f"{min(elements)}..{max(elements)}", np.iinfo(dtype)
+            text = f"the data has {has}, {NUMBERS[given.datatype]} has {limits.min}..{limits.max}"
+            raise InvalidRequest(f"{where}{text}") from None
 
     # -- answers ------------------------------------------------------------------------------------------------
 
