@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections import Counter
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -113,6 +114,33 @@ def test_health_checks_find_room_if_all_calls_are_taken() -> None:
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         Steered.opened.set()
         assert all(each.result(WAIT) for each in held)
+
+
+@pytest.mark.parametrize("path", HEALTH)
+def test_health_checks_do_not_wait_for_inference_of_others(path: str) -> None:
+    """grpc passes on calls one by one, in the order in which they came; health checks have queues of their own."""
+    connections, calls = 8, 64
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert goes_on.wait(WAIT)
+
+    with serving("Identity", grpc_port=0) as server, ExitStack() as stack:
+        ready = stack.enter_context(channel(server.grpc_port))
+        others = [stack.enter_context(channel(server.grpc_port)) for _ in range(connections)]
+        for on in (ready, *others):
+            assert call(on)
+        server.call(hold)
+        assert begun.wait(WAIT)
+        infers = [on.unary_unary(INFER).future(GOOD, timeout=WAIT) for on in others for _ in range(calls)]
+        check = ready.unary_unary(path).future(b"", timeout=WAIT)
+        before: list[int] = []
+        check.add_done_callback(lambda _: before.append(sum(each.done() for each in infers)))
+        goes_on.set()
+        assert check.result(WAIT) == b"\x08\x01"
+        assert all(each.result(WAIT) for each in infers)
+        assert before[0] < len(infers) / 2
 
 
 def test_numbers_are_bounded_in_all_their_pieces_together() -> None:
