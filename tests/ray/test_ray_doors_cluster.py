@@ -31,10 +31,11 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 CLIENTS = 8
 CODE = """
-from doors.test_table import Nested
+from doors.test_table import Detects, Nested
 from torchpipe_py import register_backend
 
 register_backend(Nested, "Nested")
+register_backend(Detects, "Detects")
 """
 
 
