@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import encode, picture
-from kit.backends import Gate
+from kit.backends import Gate, returns
 from kit.compressed import PIECES, inflating_held_back
 from kit.contract import HAS_GRPC, Asked, as_rpc
 from kit.inside import pipes_of
@@ -362,7 +362,7 @@ def test_bounds_images_that_wait_to_be_encoded(monkeypatch: pytest.MonkeyPatch) 
     assert not begun.acquire(blocking=False), "an image was encoded in vain"
 
 
-def test_bounds_bodies_that_wait_to_be_read(reading: tuple[threading.Event, threading.Event]) -> None:
+def test_bounds_bodies_that_wait_to_be_read(reading: tuple[threading.Event, threading.Event], register: Any) -> None:
     async def use(replica: PipeReplica) -> list[int]:
         first = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON))
         await asyncio.to_thread(reading[0].wait, WAIT)
@@ -375,7 +375,8 @@ def test_bounds_bodies_that_wait_to_be_read(reading: tuple[threading.Event, thre
         return [answer.status for answer in (late, refused, compressed, await first, await waiting)]
 
     limits = {"max_message_bytes": 10**6, "max_held_bytes": 2 * len(LONG_JSON) + 10_000}
-    assert served(use, **limits) == [504, 429, 429, 200, 200]
+    short = {"backend": register(returns("short"))}  # a long answer is held, too
+    assert served(use, short, **limits) == [504, 429, 429, 200, 200]
 
 
 def closed(answers: Sequence[HttpAnswer]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,25 @@ from torchpipe_py.wire.infer import (
     answer_of,
     batch_line,
     is_long_json,
+    line_of,
     outcome_of,
     priority_in,
     read_request,
+    values_of,
 )
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.pictures import Accepted, accepted_image, picture_of
+from torchpipe_py.wire.values import json_size, size_of
+
+
+def line_answer(
+    data: Mapping[str, Any], asked: Asked, reply: Bound, output: Callable[[Mapping[str, Any], str], Any]
+) -> HttpAnswer:
+    """The values that are asked for as a line of JSON, which another thread encodes if it is long."""
+    values = values_of(data, asked, output)
+    if sum(map(json_size, values.values())) <= SMALL_BYTES:
+        return HttpAnswer(200, JSON, line_of(values, reply))
+    return HttpAnswer(200, JSON, b"", make=partial(line_of, values, reply), size=sum(map(size_of, values.values())))
 
 
 class HttpHandler:
@@ -101,7 +114,7 @@ class HttpHandler:
                     )
                     return answer if picture.size > SMALL_BYTES else answer.made()
             accepted.check_json("the result is not one image, H x W x 3 or H x W of uint8")
-        return HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))
+        return line_answer(data, asked, self._reply, root.output)
 
     def _item(self, asked: Asked, given: Any) -> tuple[Root, dict[str, Any]]:
         """The root that an item enters, and the dict for the pipe. Raises the error in place of its inputs."""

@@ -166,13 +166,22 @@ def answer_of(
     data: Mapping[str, Any], asked: Asked, reply: Bound, output: Callable[[Mapping[str, Any], str], Any] = output_of
 ) -> bytes:
     """The values of the keys as a line of JSON, by ``output``. Raises the dict's ``error`` if one is missing."""
+    return line_of(values_of(data, asked, output), reply)
+
+
+def values_of(data: Mapping[str, Any], asked: Asked, output: Callable[[Mapping[str, Any], str], Any]) -> dict[str, Any]:
+    """The values that are asked for, by ``output``. Raises the dict's ``error`` if one is missing."""
     try:
-        values = {key: output(data, key) for key in asked.keys}
+        return {key: output(data, key) for key in asked.keys}
     except DecodeError as error:
         if asked.hint:
             raise DecodeError(f"{error}; {asked.hint}") from error
         raise
-    if len(values) == 1 and is_label_and_score(value := values[asked.keys[0]]):
+
+
+def line_of(values: Mapping[str, Any], reply: Bound) -> bytes:
+    """Values by key as a line of JSON."""
+    if len(values) == 1 and is_label_and_score(value := next(iter(values.values()))):
         line = label_line(value)
         if len(line) > reply.bytes:
             raise ReplyTooLargeError(len(line), reply, _SMALLER)

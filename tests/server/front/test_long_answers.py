@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from kit.clients import connect
 from kit.services import LocalServer, serving
 from kit.waits import WAIT, eventually
 
+from torchpipe_py.methods import http
+from torchpipe_py.methods.oip import http as oip
 from torchpipe_py.wire.pictures import Picture
 
 SIZE = 200 * 150 * 3
@@ -75,3 +79,39 @@ def test_images_that_wait_to_be_encoded_are_bounded_and_dropped_when_late_or_unw
             assert sock.recv(9) == b"HTTP/1.1 "
         assert held.begun.acquire(timeout=WAIT)
         assert not held.begun.acquire(blocking=False), "an image was encoded in vain"
+
+
+ROW = 40_000
+JSON_REQUESTS = {
+    "/infer": {"inputs": {"data": "x" * 2 * ROW}},
+    "/v2/models/test/infer": {"inputs": [{"name": "data", "datatype": "FP32", "shape": [1, ROW], "data": [0.5] * ROW}]},
+}
+
+
+@pytest.mark.parametrize("path", JSON_REQUESTS)
+def test_long_json_is_encoded_while_the_only_instance_serves_others(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held_back(encode: Any) -> Any:
+        def encode_later(*args: Any) -> Any:
+            if threading.current_thread().name.startswith("torchpipe-writer"):
+                begun.set()
+                assert go_on.wait(WAIT)
+            return encode(*args)
+
+        return encode_later
+
+    monkeypatch.setattr(http, "line_of", held_back(http.line_of))
+    monkeypatch.setattr(oip, "encoded_answer", held_back(oip.encoded_answer))
+    with serving("Identity") as server, ExitStack() as stack:
+        long, other = (HTTPConnection("127.0.0.1", server.port, timeout=WAIT) for _ in range(2))
+        for connection in (long, other):
+            stack.callback(connection.close)
+        stack.callback(go_on.set)
+        long.request("POST", path, json.dumps(JSON_REQUESTS[path]), {"Content-Type": "application/json"})
+        assert begun.wait(WAIT)
+        other.request("POST", "/infer", b"x")
+        assert other.getresponse().status == 200
+        go_on.set()
+        answer = long.getresponse()
+        assert (answer.status, len(answer.read()) > 2 * ROW) == (200, True)

@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -240,7 +241,21 @@ class Templates:
 def answer(
     model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
 ) -> HttpAnswer:
-    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` for more than ``reply``."""
+    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` for more than ``reply``.
+
+    Another thread encodes long JSON, and then raises what it is refused for.
+    """
+    make = partial(encoded_answer, model, version, request, outputs, reply)
+    if any(is_binary for _, is_binary in outputs) or sum(output.size(False) for output, _ in outputs) <= SMALL_BYTES:
+        return make()
+    size = sum(output.size(True) for output, _ in outputs)
+    return HttpAnswer(200, _JSON, b"", make=lambda: make().body, size=size)
+
+
+def encoded_answer(
+    model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
+) -> HttpAnswer:
+    """``answer`` with its body, encoded on this thread."""
     head: dict[str, Any] = {"model_name": model, "model_version": version}
     if request.id is not None:
         head["id"] = request.id
