@@ -351,10 +351,7 @@ def _part(where: str, wanted: np.dtype, numbers: list[Any]) -> np.ndarray:
         other = next(kind for kind in kinds if kind not in _KINDS[wanted.kind])
         raise InvalidRequest(f"{where}the data has {_SHOWN.get(other, 'objects')}, not {wanted}")
     if numbers and wanted.kind in "iu":
-        least, most, limits = min(numbers), max(numbers), np.iinfo(wanted)
-        if not limits.min <= least <= most <= limits.max:
-            given = f"{str(least)[:24]}..{str(most)[:24]}"
-            raise InvalidRequest(f"{where}the data has {given}, {wanted} has {limits.min}..{limits.max}")
+        check_range(where, wanted, min(numbers), max(numbers))
     try:
         with np.errstate(over="raise"):
             array = np.array(numbers, wanted)
@@ -365,6 +362,14 @@ def _part(where: str, wanted: np.dtype, numbers: list[Any]) -> np.ndarray:
     if wanted.kind == "f" and not np.isfinite(array).all():  # of NaN and Infinity, which Python reads, and 1e400
         raise InvalidRequest(f"{where}the data has NaN or infinity, which JSON cannot represent: send it as binary")
     return array
+
+
+def check_range(where: str, wanted: np.dtype, least: int, most: int) -> None:
+    """``InvalidRequest`` if integers from ``least`` to ``most`` are beyond those of a type."""
+    limits = np.iinfo(wanted)
+    if not limits.min <= least <= most <= limits.max:
+        given = f"{str(least)[:24]}..{str(most)[:24]}"
+        raise InvalidRequest(f"{where}the data has {given}, {wanted} has {limits.min}..{limits.max}")
 
 
 def to_json(key: str, value: Any, most: Bound | None = None) -> dict[str, str]:

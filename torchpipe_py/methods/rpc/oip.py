@@ -35,6 +35,7 @@ from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RequestTooLargeError
 from torchpipe_py.wire.infer import priority_of
+from torchpipe_py.wire.json_values import check_range
 from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
 
@@ -52,6 +53,9 @@ _CONTENTS = {
     BYTES: "bytes_contents",
 }
 """The field of ``InferTensorContents`` that has the elements of a datatype."""
+
+_WIDEST = {"i": np.dtype("int64"), "u": np.dtype("uint64")}
+"""The type with room for every integer of a field, by kind."""
 
 _ModelInferRequest, _ModelInferResponse = (
     message("inference.ModelInferRequest"),
@@ -246,7 +250,6 @@ class OipRpcs:
                 raise InvalidRequest(f"{where}{given.datatype} is sent as raw_input_contents")
             return []
         elements = getattr(given.contents, field)
-        # NOTE: each becomes an object of Python's, as a number in JSON does.
         most, name = self._limits.text.bytes // 2, self._limits.text.name
         if len(elements) > most:
             raise RequestTooLargeError(
@@ -255,14 +258,13 @@ class OipRpcs:
             )
         if given.datatype == BYTES:
             return list(elements)
-        # NOTE: not a list, in which each number would be an object.
-        dtype = np.dtype(NUMBERS[given.datatype]).newbyteorder("<")
-        try:
-            return memoryview(np.fromiter(elements, dtype, len(elements)).tobytes())
-        except OverflowError:
-            has, limits = f"{min(elements)}..{max(elements)}", np.iinfo(dtype)
-            text = f"the data has {has}, {NUMBERS[given.datatype]} has {limits.min}..{limits.max}"
-            raise InvalidRequest(f"{where}{text}") from None
+        # NOTE: an array, since in a list each number would be an object; of 64 bits, since NumPy 1 wraps integers that
+        # are beyond a type.
+        dtype = np.dtype(NUMBERS[given.datatype])
+        array = np.fromiter(elements, _WIDEST.get(dtype.kind, dtype), len(elements))
+        if dtype.kind in _WIDEST and array.size:
+            check_range(where, dtype, int(array.min()), int(array.max()))
+        return memoryview(array.astype(dtype.newbyteorder("<")).tobytes())
 
     # -- answers ------------------------------------------------------------------------------------------------
 
