@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from kit.measurer import FakeMeasurer, use_measurer
 
-from torchpipe_py import ConfigError, parse_toml, pipe
+from torchpipe_py import ConfigError, certificate, parse_toml, pipe
 from torchpipe_py.backends.model.onnx import OnnxTensor
 from torchpipe_py.certificate import DIGEST, CertifiedTables, digest, read_certified
 from torchpipe_py.cli import main
@@ -265,6 +267,24 @@ def test_file_that_changes_meanwhile_is_not_certified(pixels: Path, monkeypatch:
     with pytest.raises(ToolError, match=r"p\.toml: it, or a file that it names, changed meanwhile"):
         compile_config("p.toml", DEMO / "images", OF_PIXELS, "out.toml", budget=600, progress=progress)
     assert not (pixels / "out.toml").exists()
+
+
+@pytest.mark.parametrize("phase_of_loss", ["", "certify"], ids=["at first", "meanwhile"])
+def test_file_that_cannot_be_read_is_named(pixels: Path, monkeypatch: pytest.MonkeyPatch, phase_of_loss: str) -> None:
+    measuring({AT_LEAST: 2.0}, monkeypatch)
+    right, phases = certificate.file_hash, [""]
+
+    def file_hash(path: Any) -> str:
+        if phases[-1] == phase_of_loss:
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return right(path)
+
+    monkeypatch.setattr(certificate, "file_hash", file_hash)
+    with pytest.raises(ToolError, match=r"p\.toml: cannot be read: Permission denied"):
+        compile_config(
+            "p.toml", DEMO / "images", OF_PIXELS, "out.toml", budget=600,
+            progress=lambda phase, share, left: phases.append(phase),
+        )  # fmt: skip
 
 
 # --- the certificate

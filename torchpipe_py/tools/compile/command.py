@@ -7,8 +7,8 @@ import hashlib
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,10 +78,12 @@ def compile_config(
     path, out = os.fspath(config), Path(out)
     for name in imports:
         import_code(name)
-    sha256 = certificate.file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything reads the file
+    with _reading():
+        sha256 = certificate.file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
     tables, halves = Tables.of(path), Halves.of(os.fspath(img_dir), limits)
     plan = plan_pipeline(tables)
-    reference = certificate.described(plan, path, sha256, imports)
+    with _reading():
+        reference = certificate.described(plan, path, sha256, imports)
     report = tuned.new_report(path, slo_p99, rate)
     report |= {"img_dir": os.fspath(img_dir), "tolerance": str(limits), "changes": [], "loss": None, "gpu": gpu_names()}
     report |= {"certified": False, "written": [], "choices": {}}
@@ -92,11 +94,22 @@ def compile_config(
         if report["verdict"] not in ("better", "as good"):
             report["certified"] = False
         if report["certified"]:
-            if certificate.described(plan, path, certificate.file_hash(path), imports) != reference:
+            with _reading():
+                found = certificate.described(plan, path, certificate.file_hash(path), imports)
+            if found != reference:
                 raise ToolError(f"{path}: it, or a file that it names, changed meanwhile; compile it again")
             report |= {"reference": reference, "pictures": pictures_of(halves)}
             _write(report, report["tuned"] or tables, out, wanted)
     return report
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """A context in which a file that cannot be read is a ``ToolError``."""
+    try:
+        yield
+    except OSError as error:
+        raise ToolError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 class _Compilation:
@@ -114,10 +127,8 @@ class _Compilation:
         """The pictures that are measured with."""
         paths = sorted(self._halves.choosing)
         files = [Path(self._halves.img_dir, path) for path in paths[:: -(-len(paths) // MOST_IMAGES)]]
-        try:
+        with _reading():
             return {os.fspath(file): file.read_bytes() for file in files}
-        except OSError as error:
-            raise ToolError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     def choose(self, bench: Bench) -> Any:
         """The shapes with the changes that gain most within the tolerance."""
