@@ -199,7 +199,8 @@ class RpcServer:
         server = grpc.aio.server(options=settings(self.options))
         server.add_generic_rpc_handlers((self,))
         # NOTE: grpc passes on the calls of a registered method from a queue of their own, all others from one, some
-        # rounds of the loop apart. So health checks do not wait for inference, nor the reverse.
+        # rounds of the loop apart. So health checks do not wait for inference, nor the reverse. Before grpcio 1.84 this
+        # does nothing.
         for path, handler in self._handlers.items():
             service, _, name = path[1:].rpartition("/")
             if name in QUEUED_ALONE:

@@ -26,6 +26,7 @@ SERVICE = "/inference.GRPCInferenceService"
 INFER, STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
 HEALTH = ["/grpc.health.v1.Health/Check", f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady"]
 GOOD = as_rpc(Asked()).SerializeToString()
+RELEASE = tuple(map(int, grpc.__version__.split(".")[:2]))
 
 
 def channel(port: int) -> Any:
@@ -116,6 +117,7 @@ def test_health_checks_find_room_if_all_calls_are_taken() -> None:
         assert all(each.result(WAIT) for each in held)
 
 
+@pytest.mark.skipif(RELEASE < (1, 84), reason="this grpcio has one queue for all methods")
 @pytest.mark.parametrize("path", HEALTH)
 def test_health_checks_do_not_wait_for_inference_of_others(path: str) -> None:
     """grpc passes on calls one by one, in the order in which they came; health checks have queues of their own."""
