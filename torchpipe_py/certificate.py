@@ -114,7 +114,7 @@ def described(pipeline: Pipeline, path: str, sha256: str, code: Iterable[str]) -
     """
     folder, files = os.path.dirname(path), dict[tuple[str, str, str], str]()
     for name, plan in pipeline.plans.items():
-        for part in (part for backend in plan.backends for part in backend.parts()):
+        for part in plan.parts():
             for attribute, param in part.cls.parameters().items():
                 located, key = part.params.get(attribute), part.keys.get(attribute)
                 # NOTE: a key of encryption is a secret that is as good under another name.

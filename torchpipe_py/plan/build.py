@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +58,11 @@ class NodePlan:
         """The backend expression as it was written."""
         labels = [backend.label for backend in self.backends]
         return labels[0] if len(set(labels)) == 1 else "&".join(labels)
+
+    def parts(self) -> Iterator[BackendPlan]:
+        """The backends of an instance and all their descendants."""
+        for backend in self.backends:
+            yield from backend.parts()
 
     def batch_range(self) -> BatchRange | None:
         """The batch sizes that an instance accepts, or ``None`` if the configuration does not determine them."""

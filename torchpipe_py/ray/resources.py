@@ -50,8 +50,8 @@ def resources_of(pipeline: Pipeline) -> Resources:
         if plan.requires_cuda():
             gpus = max(gpus, plan.spec.device_id + 1)
         else:
-            parts = [part for backend in plan.backends for part in backend.parts()]
-            cpus = max([cpus, *(instances * max(1, int(part.params.get("threads", 1))) for part in parts)])
+            threads = [int(part.params.get("threads", 1)) for part in plan.parts()]
+            cpus = max([cpus, *(instances * max(1, each) for each in threads)])
     return Resources(
         num_cpus=float(cpus),
         num_gpus=float(gpus),

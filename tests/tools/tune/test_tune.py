@@ -356,6 +356,7 @@ def test_engine_keeps_its_batches() -> None:
     [
         ("TensorrtTensor", {}, ["n"]),
         ("S[DecodeMat,SyncTensor[S[Mat2Tensor,TensorrtTensor]]]", {}, ["n"]),
+        ("TensorrtTensor&TensorrtTensor", {"max": "1&4"}, ["n"]),
         ("TensorrtTensor", {"model::cache": "kept.trt"}, []),
         ("OnnxTensor", {}, []),
     ],

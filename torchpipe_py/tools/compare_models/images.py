@@ -143,7 +143,7 @@ class PipeRunner:
 
     def labels(self) -> Sequence[str]:
         for plan in reversed([*plan_pipeline(self._source).plans.values()]):
-            for part in (part for backend in plan.backends for part in backend.parts()):
+            for part in plan.parts():
                 if part.params.get("labels"):
                     return read_labels(part.params["labels"])
         return ()

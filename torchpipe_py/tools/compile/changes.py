@@ -237,8 +237,7 @@ class Chooser:
 
 def _onnx_model(plan: NodePlan) -> str:
     """The path of the ONNX model of a node; empty if it has none."""
-    parts = (part for backend in plan.backends for part in backend.parts())
-    return next((str(part.params["model"]) for part in parts if part.cls.__name__ in TAKES_ONNX), "")
+    return next((str(part.params["model"]) for part in plan.parts() if part.cls.__name__ in TAKES_ONNX), "")
 
 
 def _one_of_a_part(allowed: Sequence[Change]) -> list[Change]:

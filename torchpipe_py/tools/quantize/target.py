@@ -138,7 +138,7 @@ def find_target(config: str | Tables, node: str | None) -> Target:
 
 
 def _models(plan: NodePlan) -> Iterator[BackendPlan]:
-    return (part for backend in plan.backends for part in backend.parts() if part.cls.__name__ in MODELS)
+    return (part for part in plan.parts() if part.cls.__name__ in MODELS)
 
 
 def _up_to_model(call: Call) -> Call:

@@ -120,15 +120,13 @@ def knobs_of(plan: NodePlan, has_gpu: bool = False) -> tuple[str, ...]:
 
 def unkept_engines(pipeline: Pipeline) -> list[str]:
     """The nodes that build an engine at each start, since no file keeps it."""
-    found = []
-    for name, plan in pipeline.plans.items():
-        for part in (part for backend in plan.backends for part in backend.parts()):
-            keys = {param.key: attribute for attribute, param in part.cls.parameters().items()}
-            if "model::cache" not in keys or part.params[keys["model::cache"]]:
-                continue
-            if ModelFile(part.params["model"]).is_onnx:
-                found.append(name)
-    return found
+    return [name for name, plan in pipeline.plans.items() if any(map(_builds_each_time, plan.parts()))]
+
+
+def _builds_each_time(part: BackendPlan) -> bool:
+    """Whether a backend builds an engine at each start."""
+    caches = [attribute for attribute, param in part.cls.parameters().items() if param.key == "model::cache"]
+    return any(not part.params[each] for each in caches) and ModelFile(part.params["model"]).is_onnx
 
 
 def has_batches(plan: NodePlan) -> bool:
@@ -239,9 +237,7 @@ def is_valid(shape: Candidate) -> bool:
 def _computes(shape: Candidate) -> list[tuple[type, str]]:
     """The computing backends with their parameters, in the order of the nodes."""
     plans = [shape.pipeline.plans[name] for name in shape.pipeline.graph.order]
-    parts = [
-        part for plan in plans for backend in plan.backends for part in backend.parts() if not part.cls.is_sequence
-    ]
+    parts = [part for plan in plans for part in plan.parts() if not part.cls.is_sequence]
     free = {"max", "threads"}
     return [(part.cls, str({k: v for k, v in part.params.items() if k not in free})) for part in parts]
 

@@ -100,11 +100,11 @@ def alternatives_of(
 def with_alternative(shape: Candidate, alternative: Alternative) -> Candidate:
     """The shape with an alternative. ``ToolError`` if that changes nothing, ``ConfigError`` if it cannot be planned."""
     tables = copied(shape.config, shape.config.source)
-    parts = [part for plan in shape.nodes.values() for backend in plan.backends for part in backend.parts()]
+    parts = [part for plan in shape.nodes.values() for part in plan.parts()]
     if alternative.needs and not any(part.cls.__name__ == alternative.needs for part in parts):
         raise ToolError(NO_NODE)
     for name, plan in shape.nodes.items():
-        of_node = [part for backend in plan.backends for part in backend.parts()]
+        of_node = [*plan.parts()]
         for part in of_node:
             if alternative.backends:
                 _keep_color(tables[name], part, alternative)
