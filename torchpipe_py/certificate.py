@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
@@ -243,10 +243,11 @@ class CertifiedTables(Tables):
 
     def checking(self, plan: Pipeline) -> Pipeline:
         """The plan of these tables, with ``loading`` for processes of ``Process[…]`` in place of those that died."""
-        plans = {
-            name: replace(each, reloading=partial(self.loading, each.spec.owner.__eq__))
-            for name, each in plan.plans.items()
-        }
+
+        def loading(owner: str) -> AbstractContextManager[None]:
+            return self.loading(lambda node: node == owner)
+
+        plans = {name: replace(each, reloading=partial(loading, each.spec.owner)) for name, each in plan.plans.items()}
         return replace(plan, plans=plans)
 
     def check_choices(self, choices: Mapping[str, Sequence[str]], runs: Runs = lambda node: True) -> None:
@@ -254,12 +255,11 @@ class CertifiedTables(Tables):
         certified, differences = self.certificate.choices, []
         for node in sorted(filter(runs, {*choices, *certified})):
             here, there = choices.get(node, ()), certified.get(node, ())
-            found, wanted = (
-                [each for each in one if each not in other] for one, other in ((here, there), (there, here))
-            )
+            found = ", ".join(choice for choice in here if choice not in there)
+            wanted = ", ".join(choice for choice in there if choice not in here)
             if found or wanted:
-                stated = f"{', '.join(wanted) or 'nothing'} in the certificate"
-                differences.append(f"node {node!r} uses {', '.join(found) or 'nothing'} here, {stated}")
+                stated = f"{wanted or 'nothing'} in the certificate"
+                differences.append(f"node {node!r} uses {found or 'nothing'} here, {stated}")
         self.certificate.require(differences)
 
     def _located(self, path: str) -> str:
@@ -279,9 +279,9 @@ class CertifiedTables(Tables):
             yield from self._differing_code(flag, name)
         here, there = versions(self), self.certificate.versions
         for name in sorted({*here, *there}):
-            if here.get(name) != there.get(name):
-                one, other = (found.get(name, "not installed") for found in (there, here))
-                yield f"{name} is {other} here, {one} in the certificate"
+            found, wanted = here.get(name, "not installed"), there.get(name, "not installed")
+            if found != wanted:
+                yield f"{name} is {found} here, {wanted} in the certificate"
 
     def _differing_code(self, flag: str, name: str) -> Iterator[str]:
         certified, files = self.certificate.code, code_files(name)
@@ -301,7 +301,8 @@ class CertifiedTables(Tables):
 def read_certified(path: str, config: str, code: Sequence[tuple[str, str]] = ()) -> CertifiedTables:
     """The tables of the TOML file ``config``, if it is the one that the certificate at ``path`` certifies.
 
-    What it names is read by nobody yet: see ``CertifiedTables``, also for ``code``. Raises ``ConfigError``.
+    It does not compare the files that the TOML file names: ``CertifiedTables`` does, where they are loaded. ``code`` is
+    that of ``CertifiedTables``. Raises ``ConfigError``.
     """
     content, before = read_certificate(path), _state(config)
     tables = CertifiedTables(parsed := parse_toml(config))
@@ -318,7 +319,8 @@ def read_certified(path: str, config: str, code: Sequence[tuple[str, str]] = ())
             _renewal(content),
         )
         problem = _differs(config, compiled["sha256"])
-        problem = problem or "changed while it was read" * (_state(config) != before)
+        if not problem and _state(config) != before:
+            problem = "changed while it was read"
     except (KeyError, TypeError, ValueError):
         raise ConfigError(f"certificate {path}: not a certificate of torchpipe compile{_renewal(content)}") from None
     certificate.require([f"{config} {problem}"] if problem else [])
@@ -327,8 +329,11 @@ def read_certified(path: str, config: str, code: Sequence[tuple[str, str]] = ())
 
 def is_same_certificate(one: object, other: object) -> bool:
     """Whether tables have the same certificate, or none has any."""
-    found = [each.certificate.digest if isinstance(each, CertifiedTables) else None for each in (one, other)]
-    return found[0] == found[1]
+    return _digest_of(one) == _digest_of(other)
+
+
+def _digest_of(tables: object) -> str | None:
+    return tables.certificate.digest if isinstance(tables, CertifiedTables) else None
 
 
 def _renewal(content: Mapping[str, Any]) -> str:

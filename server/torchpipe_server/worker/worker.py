@@ -125,10 +125,9 @@ def make_certified(start: Start, make: Callable[[Start], Worker | EngineProcess]
     if not isinstance(tables, CertifiedTables):
         return make(start)
     shared = set(shared_nodes(tables)) if has_engine(start.options, tables) else set()
-    is_engine = make is EngineProcess
 
     def runs(node: str) -> bool:
-        return (node in shared) is is_engine
+        return node in shared if make is EngineProcess else node not in shared
 
     with tables.loading(runs):
         made = make(start)
