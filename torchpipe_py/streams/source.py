@@ -229,11 +229,14 @@ def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceEr
 
 
 def _by_opencv(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
-    try:
-        yield from _captured(options, stop, FILLS[0])
-    except _UnsetError:
-        # The frame may be of this gray. NOTE: a capture allocates its image once, so the source is opened again.
-        yield from _captured(options, stop, FILLS[1])
+    for fill in FILLS:
+        try:
+            yield from _captured(options, stop, fill)
+            return
+        except _UnsetError:
+            # The frame may be of this gray. NOTE: a capture allocates its image once, so the source is opened again.
+            if fill == FILLS[-1]:
+                raise
 
 
 def _captured(options: StreamOptions, stop: threading.Event, fill: int) -> Iterator[Picture]:
