@@ -62,7 +62,9 @@ class UnhealthyError(TorchpipeError, RuntimeError):
 
 
 class AwaitedCall:
-    """A call whose outcomes are awaited: of inflating a long body, its result, and of encoding a long answer."""
+    """A call that a coroutine awaits. It has up to three outcomes, one after the other: that a long body is inflated,
+    the result, and a long answer as it is sent. An error in place of one is the last.
+    """
 
     def __init__(self, message: Any) -> None:
         self.loop = asyncio.get_running_loop()
@@ -74,9 +76,10 @@ class AwaitedCall:
         call_from_any_thread(self.loop, self._outcomes.put_nowait, result)
 
     def inflate(self, inflating: Coroutine[Any, Any, None]) -> None:
-        """Have a long body inflated, which is the next outcome; it ends if the call does."""
+        """Inflate a long body in a task, which ends with the call. The next outcome is ``None``, or its error."""
 
         def inflated(task: asyncio.Task[None]) -> None:
+            self.call.inflating = None
             if not task.cancelled():
                 self._outcomes.put_nowait(task.exception())
 
@@ -84,7 +87,7 @@ class AwaitedCall:
         self.call.inflating.add_done_callback(inflated)
 
     def refuse(self, error: BaseException) -> None:
-        """Have the error be the outcome that it waits for."""
+        """Make the error its next outcome."""
         self._outcomes.put_nowait(error)
 
     async def outcome(self) -> Any:

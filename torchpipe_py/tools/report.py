@@ -120,7 +120,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """``write_text`` at once: who reads the file meanwhile, a service perhaps, gets the old or the new text, whole."""
+    """``write_text``, but atomically: a service that reads the file meanwhile gets the old or the new text."""
     if path.exists() and not path.is_file():  # a device
         write_text(path, text)
         return

@@ -216,7 +216,7 @@ def gpu_names() -> list[str]:
 def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted) -> None:
     """Write the compiled file with its int8 models, the certificate and its page; names them in ``report``.
 
-    The TOML file is the last: without it nothing uses the others, and what is half written does not look whole.
+    The TOML file is written last. If writing stops before, the TOML file is missing or not the certified one.
     """
     stem, written = out.with_suffix(""), copied(tables, os.fspath(out))
     try:
