@@ -19,7 +19,7 @@ from torchpipe_server.options import parse_options
 from torchpipe_server.supervisor.generation import Generation
 from torchpipe_server.worker.service import make_plan
 
-from torchpipe_py import Backend, ConfigError, Param, certificate, parse_toml
+from torchpipe_py import Backend, ConfigError, Param, certificate, parse_toml, pipe
 from torchpipe_py.certificate import code_files, read_certified, versions
 from torchpipe_py.values import to_str
 
@@ -172,6 +172,16 @@ def test_process_checks_the_nodes_that_it_runs_alone(folder: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="node 'n' uses A: B here, nothing in the certificate"):
         tables.check_choices({"n": ["A: B"]})
+
+
+def test_decoder_that_runs_in_another_process_is_the_same_choice(folder: Path) -> None:
+    choice = "FirstAvailable[DecodeMat,Identity]"
+    (folder / "c.toml").write_text(f'[n]\nbackend = "{choice}"\n', encoding="utf-8")
+    certify(folder / "c.toml", choices={"n": [f"{choice}: DecodeMat"]})
+    options = parse_options(["c.toml", "--require-certificate", "c.certificate.json", "--decode-isolation", "process"])
+    tables = cli._read_file(options)
+    with pipe(make_plan(options, tables, 1)) as run:
+        tables.check_choices(run.setup_choices())
 
 
 def test_reload_reads_no_model_in_the_supervisor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,10 @@ class FirstAvailable(Wrapper):
         raise BackendUnavailable(f"{self.config.label}: none is available: {'; '.join(reasons)}")
 
     def setup_choices(self) -> Iterator[str]:
-        yield f"{self.config.label}: {self.inner.config.label}"
+        chosen = self.inner
+        if chosen.config.label not in self.config.label:  # decode_isolation has wrapped it, which changes no result
+            (chosen,) = chosen.config.children
+        yield f"{self.config.label}: {chosen.config.label}"
         yield from self.inner.setup_choices()
 
     def close(self) -> None:
