@@ -93,6 +93,7 @@ WRONG = {
         "INT8", (1, 1), [b"1", b"1"], contents={"int_contents": [1]}
     ),
     "2000 dimensions": tensor("FP32", [1] * 2_000, [b"1234"]),
+    "shape [1, 3] does not fit 2 numbers": tensor("FP32", (1, 3), contents={"fp32_contents": [1, 2]}),
     "int8 has -128..127": tensor("INT8", (1, 1), contents={"int_contents": [999]}),
     "sent as raw_input_contents": tensor("FP16", (1, 1), contents={"fp32_contents": [1]}),
     "5002 numbers up to int_contents; the limit is 2048": tensor(

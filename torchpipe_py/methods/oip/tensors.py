@@ -66,8 +66,8 @@ def rows_of(form: Form, data: Any) -> list[Any]:
 
     ``InvalidRequest`` for data that is not of the form.
 
-    ``data``: JSON, or a memoryview of little-endian numbers in C order, of ``BYTES`` each element after its length of
-    four bytes.
+    ``data``: JSON, a flat array of numbers, or a memoryview of little-endian numbers in C order, of ``BYTES`` each
+    element after its length of four bytes.
     """
     is_binary, where, shape = isinstance(data, memoryview), form.where, form.shape
     if form.datatype == BYTES:
@@ -79,7 +79,9 @@ def rows_of(form: Form, data: Any) -> list[Any]:
         return np.split(texts.reshape(shape), shape[0])
     import torch
 
-    if is_binary:
+    if isinstance(data, np.ndarray):
+        array = shaped(where, data, shape)
+    elif is_binary:
         array = array_of_bytes(where, NUMBERS.get(form.datatype, "int16"), shape, data)
     else:
         array = shaped(where, array_from(where, NUMBERS.get(form.datatype, "float32"), data), shape)

@@ -243,7 +243,7 @@ class OipRpcs:
             tensors.append(Given(name, given.datatype, list(shape), data, is_base64(others)))
         return tensors
 
-    def _contents(self, given: Any) -> list[Any] | memoryview:
+    def _contents(self, given: Any) -> list[Any] | np.ndarray:
         where, field = f"input {given.name[:40]!r}: ", _CONTENTS.get(given.datatype)
         if field is None:
             if given.datatype in DATATYPES:
@@ -264,7 +264,7 @@ class OipRpcs:
         array = np.fromiter(elements, _WIDEST.get(dtype.kind, dtype), len(elements))
         if dtype.kind in _WIDEST and array.size:
             check_range(where, dtype, int(array.min()), int(array.max()))
-        return memoryview(array.astype(dtype.newbyteorder("<")).tobytes())
+        return array.astype(dtype, copy=False)
 
     # -- answers ------------------------------------------------------------------------------------------------
 
