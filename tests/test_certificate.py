@@ -59,6 +59,9 @@ def test_module_has_the_files_that_its_import_runs(folder: Path) -> None:
     assert {*code_files("lone")} == {"lone", "lone.deep", "lone.deep.part", "lone.other"}
     assert code_files("json.decoder")["json.decoder"].endswith(os.path.join("json", "decoder.py"))
     assert code_files("no_such_module_here.part") == {}
+    (folder / "elsewhere" / "helper.py").write_text("", encoding="utf-8")
+    assert code_files("helper") == {}
+    assert [*code_files("helper", ["elsewhere/own.py", "helper"])] == ["helper"]
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,10 @@ def versions(tables: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def code_files(name: str) -> dict[str, str]:
+def code_files(name: str, others: Iterable[str] = ()) -> dict[str, str]:
     """The files of ``import_code(name)``, by the names of their modules; imports nothing.
+
+    ``others`` are imported, too: a module may lie beside a file of these.
 
     They are the file or module itself, the ``__init__`` of each package around it and, of a package, all modules in it.
     """
@@ -84,7 +86,7 @@ def code_files(name: str) -> dict[str, str]:
     folders: list[str] | None = None
     for part in name.split("."):
         module = f"{module}.{part}" if module else part
-        spec = PathFinder.find_spec(module, folders) if folders is not None else _top(module)
+        spec = PathFinder.find_spec(module, folders) if folders is not None else _top(module, others)
         if spec is None:
             return {}
         if spec.origin is not None and os.path.isfile(spec.origin):
@@ -100,10 +102,11 @@ def code_files(name: str) -> dict[str, str]:
     return files
 
 
-def _top(module: str) -> Any:
+def _top(module: str, others: Iterable[str]) -> Any:
     """Where a module that is in no package is found; ``None`` if nowhere."""
+    folders = [os.getcwd(), *(os.path.dirname(os.path.abspath(name)) for name in others if name.endswith(".py"))]
     with suppress(ValueError):  # a module of this process without a spec, such as __main__
-        return importlib.util.find_spec(module) or PathFinder.find_spec(module, [os.getcwd()])
+        return importlib.util.find_spec(module) or PathFinder.find_spec(module, folders)
     return None
 
 
@@ -112,7 +115,7 @@ def described(pipeline: Pipeline, path: str, sha256: str, code: Iterable[str]) -
 
     ``sha256`` is that of the TOML file, which need not be written yet.
     """
-    folder, files = os.path.dirname(path), dict[tuple[str, str, str], str]()
+    folder, files, code = os.path.dirname(path), dict[tuple[str, str, str], str](), [*code]
     for name, plan in pipeline.plans.items():
         for part in plan.parts():
             for attribute, param in part.cls.parameters().items():
@@ -132,7 +135,7 @@ def described(pipeline: Pipeline, path: str, sha256: str, code: Iterable[str]) -
         ],
         "code": [
             {"module": module, "path": file, "sha256": file_hash(file)}
-            for module, file in sorted({key: file for name in code for key, file in code_files(name).items()}.items())
+            for module, file in sorted({k: file for name in code for k, file in code_files(name, code).items()}.items())
         ],
     }
 
@@ -265,10 +268,13 @@ class CertifiedTables(Tables):
     def _located(self, path: str) -> str:
         return _located(path, os.path.dirname(self.source))
 
+    def _code_files(self, name: str) -> dict[str, str]:
+        return code_files(name, [other for _, other in self.code])
+
     def _states(self, runs: Runs) -> dict[str, tuple[int, ...]]:
         """The state of each file that a process with these nodes loads."""
         paths = [self._located(path) for node, _, path, _ in self.certificate.files if runs(node)]
-        paths += [file for _, name in self.code for file in code_files(name).values()]
+        paths += [file for _, name in self.code for file in self._code_files(name).values()]
         return {path: _state(path) for path in paths}
 
     def _differences(self, runs: Runs) -> Iterator[str]:
@@ -284,7 +290,7 @@ class CertifiedTables(Tables):
                 yield f"{name} is {found} here, {wanted} in the certificate"
 
     def _differing_code(self, flag: str, name: str) -> Iterator[str]:
-        certified, files = self.certificate.code, code_files(name)
+        certified, files = self.certificate.code, self._code_files(name)
         if not files or not certified.keys() & files.keys():
             yield f"{flag} {name} is not among the certified code (torchpipe compile --import)"
             return

@@ -20,7 +20,7 @@ from kit.compressed import PIECES, inflating_held_back
 from kit.contract import HAS_GRPC, Asked, as_rpc
 from kit.inside import pipes_of
 from kit.kept_spans import KeptSpans
-from kit.waits import WAIT
+from kit.waits import WAIT, eventually
 from opentelemetry import trace
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, parse_toml, pipe
@@ -413,8 +413,7 @@ def test_refuses_answers_that_wait_at_the_end_of_the_drain(monkeypatch: pytest.M
         body = encode(picture(200, 150))
         made = [asyncio.create_task(ask(replica, INFER, body, accept="image/png")) for _ in range(2)]
         await asyncio.to_thread(begun.acquire, timeout=WAIT)
-        while replica._writer._work_queue.qsize() < 1:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(eventually, lambda: replica._writer._work_queue.qsize() == 1)
         await replica.end()
         assert closed(await asyncio.wait_for(asyncio.gather(*made), WAIT))
         go_on.set()

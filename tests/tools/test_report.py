@@ -27,12 +27,23 @@ from torchpipe_py.tools.report import (
     linear_axis,
     log_axis,
     progress_bar,
+    replace_text,
     value_axis,
 )
 
 ROOT = Path(__file__).parents[2]
 
 # -- what the tools' reports share -------------------------------------------------------------------------------------
+
+
+def test_replaced_file_stays_a_link_and_keeps_its_permissions(tmp_path: Path) -> None:
+    file, link = tmp_path / "file.toml", tmp_path / "link.toml"
+    file.write_text("before", encoding="utf-8")
+    file.chmod(0o600)
+    link.symlink_to(file)
+    replace_text(link, "after")
+    assert (link.is_symlink(), file.read_text(encoding="utf-8")) == (True, "after")
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

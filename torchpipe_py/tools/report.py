@@ -120,12 +120,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """``write_text``, but atomically: a service that reads the file meanwhile gets the old or the new text."""
+    """``write_text``, but atomically: a service that reads the file meanwhile gets the old or the new text.
+
+    A link stays one, and a file keeps its permissions, less the umask.
+    """
+    path = path.resolve()
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666
     if path.exists() and not path.is_file():  # a device
         write_text(path, text)
         return
     try:
-        replace_file(path, text.encode("utf-8", "backslashreplace"))
+        replace_file(path, text.encode("utf-8", "backslashreplace"), mode)
     except OSError as error:
         raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
 

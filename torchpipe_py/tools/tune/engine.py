@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.backends.model.engine.api import MODULES
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import TorchpipeError, logger
 from torchpipe_py.plan.build import plan_pipeline
@@ -149,7 +151,8 @@ def measure(
             stack.callback(service.close)
             if wanted.gpu_memory is not None and not service.has_gpu:
                 raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
-            if service.has_gpu and (building := unkept_engines(shapes[0].pipeline)):
+            builds = service.has_gpu and any(find_spec(name) for name in MODULES)
+            if builds and (building := unkept_engines(shapes[0].pipeline)):
                 why = "each candidate would build its engine again; set model::cache, a file that keeps it"
                 raise ToolError(f"{tables.source}: {', '.join(building)}: {why}")
             meter = CpuMeter(service.pids, [])
