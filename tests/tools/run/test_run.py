@@ -118,6 +118,31 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 # --- a run with processes
 
 
+def test_tars_whose_headers_lie_have_an_error_after_their_good_members(here: Path) -> None:
+    def member(name: str, kind: bytes = tarfile.REGTYPE, content: bytes = b"", size: int = -1) -> bytes:
+        head = tarfile.TarInfo(name)
+        head.type, head.size = kind, len(content) if size < 0 else size
+        return head.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
+
+    tars = {
+        "large.tar": (member("b.jpg", size=2**80), ["a.jpg", "b.jpg", ""], "unexpected end of data"),
+        "other.tar": (member("b.txt", size=2**80), ["a.jpg", ""], "unexpected end of data"),
+        "deep.tar": (
+            member("././@LongLink", tarfile.GNUTYPE_LONGNAME, b"b.jpg\0") * 2000,
+            ["a.jpg", ""],
+            "too many headers",
+        ),
+    }
+    for name, (headers, expected, why) in tars.items():
+        (here / name).write_bytes(member("a.jpg", content=b"image") + headers)
+        found = []
+        for item in filter(None, open_source(name).items()):
+            found.append(item.path.removeprefix(name).removeprefix("/"))
+            assert item.path != f"{name}/a.jpg" or (item.load is not None and item.load() == b"image")
+        assert found == expected
+        assert str(item.error) == f"the tar cannot be read: {why}"
+
+
 def test_every_kind_of_source_in_a_list(here: Path) -> None:
     pytest.importorskip("av")
     jpeg = encode(picture(60, 80))

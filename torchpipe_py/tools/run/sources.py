@@ -34,6 +34,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DOWNLOAD_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
 _MOST_COME = 1024  # lines of a list in a pipe that are read ahead
+_MOST_EMPTY = 16  # reads of a tar beyond its end
 _END = object()
 
 
@@ -300,14 +301,33 @@ def _as_they_come(entries: Callable[[], Iterator[tuple[str, str]]]) -> Iterator[
 def _members(path: str, where: str) -> Iterator[Item]:
     """The images of a tar, read once from its start to its end."""
     try:
-        with tarfile.open(where, "r|*") as tar:
+        with open(where, "rb") as file, tarfile.open(mode="r|*", fileobj=_Ending(file)) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # NOTE: or all of them stay in memory
                 if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
                     yield _member(path, tar, member)
-    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+    except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, RecursionError) as error:
+        # NOTE: tarfile calls itself for each header before a member.
+        is_deep = isinstance(error, RecursionError)
+        reason = "too many headers" if is_deep else getattr(error, "strerror", None) or first_line(error)
         yield Item(path, error=Unreadable(f"the tar cannot be read: {reason}"))
+
+
+class _Ending:
+    """A file to be read in order, which refuses to be read much beyond its end.
+
+    ``tarfile`` goes on for as many bytes as a header declares, which may be more than any file has.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._empty = file, 0
+
+    def read(self, size: int) -> bytes:
+        content = self._file.read(size)
+        self._empty += not content
+        if self._empty > _MOST_EMPTY:
+            raise tarfile.ReadError("unexpected end of data")
+        return content
 
 
 def _member(path: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Item:
