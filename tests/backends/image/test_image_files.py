@@ -31,10 +31,12 @@ def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> Non
 def test_skips_directory_entries_that_are_not_files(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     (tmp_path / "broken link.jpg").symlink_to("nowhere")  # whoever reads it is told
+    (tmp_path / "link to itself.jpg").symlink_to("link to itself.jpg")
     os.mkfifo(tmp_path / "pipe.jpg")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(os.path.relpath(tmp_path / "socket.jpg"))  # an absolute path may be too long for one
-        assert find_images(tmp_path) == [tmp_path / "a.jpg", tmp_path / "broken link.jpg"]
+        expected = ["a.jpg", "broken link.jpg", "link to itself.jpg"]
+        assert find_images(tmp_path) == [tmp_path / name for name in expected]
 
 
 def test_labels_come_from_folders_and_names() -> None:

@@ -49,7 +49,7 @@ def iter_images(folder: str | os.PathLike[str]) -> Iterator[str]:
 def _images_below(folder: str) -> Iterator[str]:
     try:
         with os.scandir(folder) as entries:
-            named = sorted((each.name, each.is_dir(follow_symlinks=False), each.is_file()) for each in entries)
+            named = sorted((each.name, each.is_dir(follow_symlinks=False), _is_file(each)) for each in entries)
     except OSError as error:
         raise PermissionError(f"{error.filename}: cannot be read: {error.strerror}") from error
     for name, is_folder, is_file in named:
@@ -63,6 +63,13 @@ def _images_below(folder: str) -> Iterator[str]:
             and (is_file or not os.path.exists(path))
         ):
             yield path
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link to itself, or into a folder that cannot be read
+        return False
 
 
 def label_of(path: PurePath, folder: PurePath) -> str:
