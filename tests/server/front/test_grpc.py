@@ -116,6 +116,16 @@ def test_refuses_invalid_message(server: LocalServer, said: str) -> None:
         assert answer.raw_output_contents == [struct.pack("<I", 3) + b"abc"]
 
 
+@pytest.mark.parametrize(("datatype", "form"), [("FP32", "<3f"), ("FP64", "<3d")])
+def test_takes_nan_and_infinity_as_contents(server: LocalServer, datatype: str, form: str) -> None:
+    numbers = [float("nan"), float("-inf"), 1.5]
+    sent = tensor(datatype, (1, 3), contents={f"{datatype.lower()}_contents": numbers})
+    with channel(server.grpc_port) as on:
+        assert Answer.FromString(infer(on, sent)).raw_output_contents == [struct.pack(form, *numbers)]
+        short = tensor(datatype, (1, 3), contents={f"{datatype.lower()}_contents": numbers[:2]})
+        assert "shape [1, 3] does not fit 2 numbers" in code_of(lambda: infer(on, short))[1]
+
+
 def test_takes_raw_input_contents_beside_empty_contents(server: LocalServer) -> None:
     """As MLServer's client sends them."""
     value = struct.pack("<I", 3) + b"xyz"
