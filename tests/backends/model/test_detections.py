@@ -333,6 +333,8 @@ def test_request_sets_what_it_may(parameters: Any, scores: list[float], tmp_path
         ({"max_det": 0}, "parameter 'max_det': must be from 1 to 4, got 0"),
         ({"max_det": 5}, "parameter 'max_det': must be from 1 to 4, got 5"),
         ({"max_det": 1.5}, "parameter 'max_det': expected an integer"),
+        ({"max_det": 10**400}, "parameter 'max_det': must be from 1 to 4, got 1000"),
+        ({"classes": "0," * 5000}, "parameter 'classes': 5000 labels and indices; the limit is 4096"),
         ({"classes": [2]}, "parameter 'classes': only classes 0, 1 are answered here, not 2"),
         ({"classes": "cow"}, "parameter 'classes': no class 'cow'"),
         ({"classes": [-1]}, "parameter 'classes': no class -1; there are 3"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.errors import ConfigError, InvalidRequest, nearest, shown
+from torchpipe_py.errors import ConfigError, InvalidRequest, nearest, quoted, shown
 from torchpipe_py.keys import TASK_PARAMETERS_KEY
 from torchpipe_py.values import to_bool, to_float, to_int, to_list
 
@@ -17,6 +17,7 @@ PARAMETERS = ("threshold", "iou", "max_det", "classes", "class_agnostic")
 
 _MOST_TEXT = 2**20
 _MOST_CLASSES = 2**16
+_MOST_REQUESTED = 2**12  # classes in a request
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class Bounds:
     def _classes(self, value: Any) -> frozenset[int] | None:
         if not isinstance(value, (str, int, list, tuple)) or isinstance(value, bool):
             raise ValueError(f"expected a list of labels or indices, got {shown(value)}")
-        chosen, allowed = class_indices(to_list(value), self._names), self._settings.classes
+        values = to_list(value)
+        if len(values) > _MOST_REQUESTED:  # a text with many commas
+            raise ValueError(f"{len(values)} labels and indices; the limit is {_MOST_REQUESTED}")
+        chosen, allowed = class_indices(values, self._names), self._settings.classes
         if allowed is not None and not (chosen or allowed) <= allowed:
             others = ", ".join(map(str, sorted((chosen or allowed) - allowed)[:5]))
             raise ValueError(
@@ -88,16 +92,17 @@ class Bounds:
 
 def _between(value: float, low: float, high: float) -> float:
     if not low <= value <= high:
-        raise ValueError(f"must be from {low:g} to {high:g}, got {value:g}")
+        got = quoted(value) if isinstance(value, int) else f"{value:g}"  # an integer may be beyond floats
+        raise ValueError(f"must be from {low:g} to {high:g}, got {got}")
     return value
 
 
 def class_indices(values: Sequence[Any], names: Sequence[str]) -> frozenset[int] | None:
     """The indices of labels and indices, ``None`` for an empty list; ``ValueError`` for one that does not exist."""
-    found = set()
+    found, by_name = set(), {name: index for index, name in reversed([*enumerate(names)])}
     for value in values:
-        if isinstance(value, str) and value in names:
-            found.add(list(names).index(value))
+        if isinstance(value, str) and value in by_name:
+            found.add(by_name[value])
             continue
         try:
             index = to_int(value)
