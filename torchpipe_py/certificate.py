@@ -352,7 +352,7 @@ def _state(path: str) -> tuple[int, ...]:
     """What changes with the content of a file, however it is replaced; empty if there is none."""
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a path with a NUL
         return ()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -363,4 +363,6 @@ def _differs(path: str, certified: str) -> str:
         found = file_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    except ValueError as error:  # a path with a NUL
+        return f"cannot be read: {error}"
     return "" if found == certified else f"is not the certified file: SHA-256 {found[:12]}…, not {certified[:12]}…"

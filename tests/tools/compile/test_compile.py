@@ -322,6 +322,13 @@ def longer_model() -> None:
         file.write(b"\x00")
 
 
+def no_path() -> None:
+    content = json.loads(Path("c.certificate.json").read_text(encoding="utf-8"))
+    content["compiled"]["files"][0]["path"] = "a\0b"
+    content[DIGEST] = digest(content)
+    Path("c.certificate.json").write_text(json.dumps(content), encoding="utf-8")
+
+
 DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
     "model bytes": (longer_model, ".int8.onnx is not the certified file: SHA-256 "),
     "labels": (lambda: edit("labels.txt", "circle", "round"), "node 'n': key 'labels': labels.txt is not the "),
@@ -331,6 +338,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], object], str]] = {
     "an edited loss": (lambda: edited(lambda content: content["loss"]["limits"][0].update(high=0.0)), "it was edited"),
     "no number": (lambda: edited(lambda content: content["figures"].update(gain=float("nan"))), "it was edited: "),
     "an edited hash": (lambda: edited(lambda content: content["compiled"].update(sha256="0")), "it was edited: "),
+    "a path of no file": (no_path, "cannot be read: embedded null byte"),
     "another version": (lambda: edited(lambda content: content.update(schema=99)), "of version 99, this "),
     "another file": (lambda: Path("c.certificate.json").write_text("[]"), "not a certificate, which torchpipe compile"),
     "no certificate": (lambda: Path("c.certificate.json").unlink(), "certificate c.certificate.json: No such file"),
