@@ -109,6 +109,8 @@ def test_tolerance_names_what_is_wrong_and_the_nearest_valid_name() -> None:
         ("score=small", "expected score=NUMBER, as score=0.01, got 'score=small'"),
         ("top1=1", "top1: expected a share above 0 and below 1, got 1; a sample of images can show 0.999, never all"),
         ("missing=0", "missing: expected a share above 0 and below 1, got 0; a sample of images can show 0.001, never"),
+        ("top1=0.9999999999999999", "top1: expected a share above 0 and below 1, got 0.9999999999999999; a sample"),
+        ("top1=1e-320", "top1: expected a share above 0 and below 1, got 1e-320; a sample of images can show 0.001"),
         ("images=1, score=1", "images: expected a share above 0 and below 1, got 1"),
         ("cosine=1.1", "cosine: expected a number from 0 to 1, got 1.1"),
         ("box=-1", "box: expected a number, at least 0, got -1"),
@@ -119,7 +121,12 @@ def test_tolerance_names_what_is_wrong_and_the_nearest_valid_name() -> None:
     ):
         with pytest.raises(ValueError, match="^" + problem.replace("?", r"\?")):
             read_tolerance(text)
-    for text in ("top1=0.999, score=0.01", "box=0.02, missing=0.001, images=0.95"):
+    for text in (
+        "top1=0.999, score=0.01",
+        "box=0.02, missing=0.001, images=0.95",
+        "score=0.012345678, images=0.9876543",
+        "max=1234567.5",
+    ):
         assert str(read_tolerance(text)) == text
 
 

@@ -16,6 +16,9 @@ IMAGES = "images"
 
 DEFAULT_IMAGES = 0.99
 
+DIGITS = 12
+"""Decimals to which shares count, so that 1 - 0.99 is 0.01; a certificate has limits with so many digits."""
+
 
 class Verdict(enum.Enum):
     """The verdict of images on a limit: an interval of 95 % lies on one side of it, or contains it."""
@@ -35,7 +38,7 @@ class Limit:
 
     def __str__(self) -> str:
         sign = "≥" if self.measure.is_best_high else "≤"
-        return f"{self.measure.name} {sign} {self.value:g}"
+        return f"{self.measure.name} {sign} {self.value:.{DIGITS}g}"
 
     def loss(self, figures: Mapping[str, float], others: Sequence[str]) -> float | None:
         """How far an image is beyond the limit; ``None`` if it has nothing to compare.
@@ -62,8 +65,9 @@ class Tolerance:
 
     def __str__(self) -> str:
         shares = sorted({limit.allowed for limit in self.limits if not limit.measure.is_share})
-        images = f", {IMAGES}={1 - shares[0]:g}" if shares and shares[0] != round(1 - DEFAULT_IMAGES, 12) else ""
-        return ", ".join(f"{limit.measure.name}={limit.value:g}" for limit in self.limits) + images
+        is_default = not shares or shares[0] == round(1 - DEFAULT_IMAGES, DIGITS)
+        images = "" if is_default else f", {IMAGES}={1 - shares[0]:.{DIGITS}g}"
+        return ", ".join(f"{limit.measure.name}={limit.value:.{DIGITS}g}" for limit in self.limits) + images
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,9 +98,10 @@ def read_tolerance(text: str) -> Tolerance:
 def _check(name: str, value: float, number: str) -> None:
     """``ValueError`` for a limit that is always or never kept, or that no sample of images can show to be kept."""
     if name == IMAGES or MEASURES[name].is_share:
-        if not 0 < value < 1:
-            hint = "; a sample of images can show 0.999, never all" if value == 1 else ""
-            hint = "; a sample of images can show 0.001, never none" if value == 0 else hint
+        share = round(value, DIGITS)
+        if not 0 < share < 1:
+            hint = "; a sample of images can show 0.999, never all" if share == 1 else ""
+            hint = "; a sample of images can show 0.001, never none" if share == 0 else hint
             raise ValueError(f"{name}: expected a share above 0 and below 1, got {number}{hint}")
     elif MEASURES[name].is_best_high:
         if not 0 <= value <= 1:
@@ -107,7 +112,7 @@ def _check(name: str, value: float, number: str) -> None:
 
 def _limit(measure: Measure, value: float, images: float) -> Limit:
     allowed = (1 - value if measure.is_best_high else value) if measure.is_share else 1 - images
-    return Limit(measure, value, round(allowed, 12))
+    return Limit(measure, value, round(allowed, DIGITS))
 
 
 @dataclass(frozen=True)

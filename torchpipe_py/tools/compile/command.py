@@ -252,11 +252,11 @@ def _commands(report: Mapping[str, Any], out: Path, wanted: Wanted) -> dict[str,
     """The commands that check the figures of the loss, renew the certificate, and serve the file."""
     pictures = ["--img_dir", report["img_dir"], "--tolerance", report["tolerance"]]
     imports = [part for name in wanted.imports for part in ("--import", name)]
-    goal = [] if wanted.slo_p99 is None else ["--slo-p99", f"{1000 * wanted.slo_p99:g}"]
-    goal += [] if wanted.rate is None else ["--rate", f"{wanted.rate:g}"]
+    goal = [] if wanted.slo_p99 is None else ["--slo-p99", f"{1000 * wanted.slo_p99:.12g}"]
+    goal += [] if wanted.rate is None else ["--rate", f"{wanted.rate:.12g}"]
     goal += [] if wanted.cores is None else ["--cores", str(wanted.cores)]
     goal += [] if wanted.gpu_memory is None else ["--gpu-memory", str(wanted.gpu_memory)]
-    goal += [] if wanted.budget == DEFAULT_BUDGET_S else ["--budget", f"{wanted.budget:g}"]
+    goal += [] if wanted.budget == DEFAULT_BUDGET_S else ["--budget", f"{wanted.budget:.12g}"]
     renew = ["torchpipe", "compile", report["config"], *pictures, "--out", os.fspath(out), *goal, *imports]
     check = ["torchpipe", "parity", report["config"], os.fspath(out), *pictures, *imports]
     return {"check": shlex.join(check), "renew": shlex.join(renew), "serve": report["command"]}
