@@ -198,6 +198,7 @@ MANY_LISTS = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data":
         (b"x", "/infer?" + "a=1&" * 17, {}, 400, "invalid_request", "the query has more than 16 parameters"),
         (b"x", "/infer?node=one", {}, 400, "invalid_request", "unknown parameter 'node'"),
         (b"x", "/infer", {"X_Deadline_Ms": "soon"}, 400, "invalid_request", "a deadline of 'soon'; expected milli"),
+        (b'{"inputs": {"data": 1}, "parameters": []}', "/infer", JSON, 400, "invalid_request", "is not an object"),
         (MANY_LISTS, "/infer", JSON, 413, "too_large", "JSON of more than 65536 lists and objects: write arrays flat"),
         (LONG_TEXT, "/infer", JSON, 413, "too_large", "text of 1048577 characters or more; the limit is 1048576"),
         (b"", "/infr", {}, 404, "not_found", "no /infr; did you mean '/infer'?"),

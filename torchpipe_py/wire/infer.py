@@ -251,7 +251,7 @@ def read_parameters(given: str | None, text: Bound, headers: ForwardedHeaders) -
 
 def parameters_of(given: Any, text: Bound) -> dict[str, Any]:
     """An object of JSON as parameters for backends. Raises ``InvalidRequest``, ``RequestTooLargeError``."""
-    given = given or {}
+    given = {} if given is None else given
     if not isinstance(given, dict):
         raise InvalidRequest("parameters is not an object")
     own, others = split("", with_lists(given), _OPTIONS)
