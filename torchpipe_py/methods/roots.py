@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torchpipe_py.backends.signature import Signature
@@ -61,7 +62,7 @@ class Root:
         if own in ([], [TASK_DATA_KEY]):
             if TASK_DATA_KEY not in given:
                 other = next(iter(given), "")
-                raise InvalidRequest(f"unknown input {other[:40]!r}; {nearest(other[:40], self._own())}")
+                raise self._unknown(other, self._own())
             if len(given) > 1:
                 self._check(given, (TASK_DATA_KEY, *wanted))
             return given
@@ -79,7 +80,13 @@ class Root:
             return
         for name in given:
             if name not in known and name not in self._reads and name not in _ALWAYS:
-                raise InvalidRequest(f"unknown input {name[:40]!r}; {nearest(name[:40], self._known())}")
+                raise self._unknown(name, self._known())
+
+    def _unknown(self, name: str, known: Sequence[str]) -> InvalidRequest:
+        """The error of an input; a field of a form may have been meant for a parameter."""
+        near = get_close_matches(name[:40].lower().replace("-", "_"), self.parameters, 1, 0.8)
+        hint = f"did you mean the parameter {near[0]!r}?" if near else nearest(name[:40], known)
+        return InvalidRequest(f"unknown input {name[:40]!r}; {hint}")
 
     def _own(self) -> Sequence[str]:
         return self.names or [TASK_DATA_KEY]
