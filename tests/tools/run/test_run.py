@@ -42,7 +42,7 @@ from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings, fail
 from torchpipe_py.tools.run.outputs import check_kind, columns_of, write_table
 from torchpipe_py.tools.run.pictures import draw_picture, picture_name
 from torchpipe_py.tools.run.progress import Progress, progress_line
-from torchpipe_py.tools.run.sources import Source, open_source
+from torchpipe_py.tools.run.sources import Source, Unreadable, open_source, read_item
 from torchpipe_py.wire.answers import failure
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import Asked, answer_of
@@ -141,6 +141,31 @@ def test_tars_whose_headers_lie_have_an_error_after_their_good_members(here: Pat
             assert item.path != f"{name}/a.jpg" or (item.load is not None and item.load() == b"image")
         assert found == expected
         assert str(item.error) == f"the tar cannot be read: {why}"
+
+
+def test_download_that_ends_early_is_unreadable() -> None:
+    def respond(handler: Any, _: int) -> None:
+        if handler.path == "/whole":
+            handler.send_response(200)
+            handler.end_headers()
+            handler.wfile.write(b"abc")
+        elif handler.path == "/cut":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "5")
+            handler.end_headers()
+            handler.wfile.write(b"abc")
+        else:
+            handler.wfile.write(b"no HTTP")
+
+    with web_server(respond) as port:
+        web = f"http://127.0.0.1:{port}"
+        assert read_item(f"{web}/whole") == b"abc"
+        for path, why in (
+            ("cut", "the connection ended after 3 of 5 bytes"),
+            ("other", "not valid HTTP: BadStatusLine"),
+        ):
+            with pytest.raises(Unreadable, match=why):
+                read_item(f"{web}/{path}")
 
 
 def test_every_kind_of_source_in_a_list(here: Path) -> None:

@@ -108,15 +108,20 @@ def _download(url: str) -> bytes:
     try:
         with urlopen(url, timeout=_DOWNLOAD_SECONDS) as answer:
             content: bytes = answer.read(MOST_READ + 1)
+            missing = answer.length  # NOTE: read with a size returns less than announced, without an error
     except HTTPError as error:
         raise Unreadable(f"the server answered {error.code} {error.reason}") from None
     except URLError as error:
         reason = error.reason
         raise Unreadable(first_line(reason) if isinstance(reason, Exception) else str(reason)) from None
-    except (OSError, ValueError, HTTPException) as error:
+    except HTTPException as error:
+        raise Unreadable(f"the server's answer is not valid HTTP: {type(error).__name__}") from None
+    except (OSError, ValueError) as error:
         raise Unreadable(first_line(error)) from None
     if len(content) > MOST_READ:
         raise Unreadable(f"it has more than {MOST_READ >> 20} MiB")
+    if missing:
+        raise Unreadable(f"the connection ended after {len(content)} of {len(content) + missing} bytes")
     return content
 
 
