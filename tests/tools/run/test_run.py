@@ -143,6 +143,19 @@ def test_tars_whose_headers_lie_have_an_error_after_their_good_members(here: Pat
         assert str(item.error) == f"the tar cannot be read: {why}"
 
 
+def test_damaged_gzip_has_an_error_after_its_members(here: Path) -> None:
+    content = bytes(range(256)) * 4
+    with tarfile.open(here / "a.tgz", "w:gz", compresslevel=0) as tar:
+        tar.addfile(member := tarfile.TarInfo("a.jpg"))
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    whole = (here / "a.tgz").read_bytes()
+    assert [item.path for item in filter(None, open_source("a.tgz").items())] == ["a.tgz/a.jpg"] * 2
+    (here / "a.tgz").write_bytes(whole.replace(content[:100], bytes(100), 1))
+    *_, last = filter(None, open_source("a.tgz").items())
+    assert str(last.error).startswith("the tar cannot be read: CRC check failed")
+
+
 def test_download_that_ends_early_is_unreadable() -> None:
     def respond(handler: Any, _: int) -> None:
         if handler.path == "/whole":

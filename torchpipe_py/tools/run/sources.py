@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import stat
@@ -306,16 +307,27 @@ def _as_they_come(entries: Callable[[], Iterator[tuple[str, str]]]) -> Iterator[
 def _members(path: str, where: str) -> Iterator[Item]:
     """The images of a tar, read once from its start to its end."""
     try:
-        with open(where, "rb") as file, tarfile.open(mode="r|*", fileobj=_Ending(file)) as tar:  # type: ignore[call-overload]
+        with _content(where) as content, tarfile.open(mode="r|*", fileobj=_Ending(content)) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # NOTE: or all of them stay in memory
                 if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
                     yield _member(path, tar, member)
+            while content.read(2**20):  # up to the sum
+                pass
     except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, RecursionError) as error:
         # NOTE: tarfile calls itself for each header before a member.
         is_deep = isinstance(error, RecursionError)
         reason = "too many headers" if is_deep else getattr(error, "strerror", None) or first_line(error)
         yield Item(path, error=Unreadable(f"the tar cannot be read: {reason}"))
+
+
+def _content(where: str) -> Any:
+    """The file, unpacked if it is gzip's, whose sum of the content tarfile would not check."""
+    file = open(where, "rb")  # noqa: SIM115 - closed by the caller
+    if file.peek(2)[:2] != b"\x1f\x8b":
+        return file
+    file.close()
+    return gzip.open(where)
 
 
 class _Ending:
