@@ -28,6 +28,7 @@ ZIP = b"PK\x03\x04"
 MOST_READ = 2**28
 """Maximum bytes of a file that is read whole, except a model."""
 
+_PART_BYTES = 2**16
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -41,6 +42,28 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     if len(content) > MOST_READ:
         raise OSError(errno.EFBIG, f"it has more than {MOST_READ >> 20} MiB")
     return content
+
+
+class FileContent:
+    """Bytes of an open file by slices, fewer than asked for where it ends. ``ValueError`` for an empty file.
+
+    NOTE: not ``mmap``, which ends the process (SIGBUS) if the file is written anew meanwhile, as ``cp`` does.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        if not self._size:
+            raise ValueError("an empty file")
+        self._start, self._part = 0, b""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, span: slice) -> bytes:
+        start, end = span.start, min(span.stop, self._size)
+        if not self._start <= start <= end <= self._start + len(self._part):
+            self._start, self._part = start, os.pread(self._file.fileno(), max(end - start, _PART_BYTES), start)
+        return self._part[start - self._start : max(end, start) - self._start]
 
 
 def is_pattern(text: str) -> bool:

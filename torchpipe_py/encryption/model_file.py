@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +77,13 @@ class ModelFile:
         """Whether it contains ``word``, for example an operator's name in an ONNX file."""
         if self.has_key:
             return word in self.read()
-        if not os.path.getsize(self.path):
-            return False  # mmap does not accept an empty file
-        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(word) >= 0
+        before = b""
+        with open(self.path, "rb") as file:
+            while part := file.read(2**20):
+                if word in before + part:
+                    return True
+                before = part[-len(word) :]
+        return False
 
     def kind_unless(self, start: bytes) -> str:
         """The probable kind of a plain file that does not begin with ``start``; an empty string if unknown."""

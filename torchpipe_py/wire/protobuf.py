@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mmap import mmap
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +14,12 @@ _SIZES = {1: 8, 5: 4}  # bytes by wire type, of types with a fixed size
 _MOST_VARINT = 10
 _TEXT, _RAW = 9, 12  # the types of fields that are a text or bytes
 _FIXED = {1: 8, 2: 4, 6: 8, 7: 4, 15: 4, 16: 8}  # bytes by the type of fields whose numbers have a fixed size
+
+
+class Slices(Protocol):
+    """Bytes, or the content of a file."""
+
+    def __getitem__(self, span: slice, /) -> bytes: ...
 
 
 def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
@@ -70,7 +75,7 @@ def _count(data: bytes, at: int, size: int, type_: int) -> int:
     return int(np.count_nonzero(packed < 0x80))  # the last byte of each
 
 
-def varint(data: bytes | mmap, at: int) -> tuple[int, int]:
+def varint(data: Slices, at: int) -> tuple[int, int]:
     """The number there, and where it ends; ``InvalidRequest`` (a ``ValueError``) if it is cut short."""
     number = 0
     for index, byte in enumerate(data[at : at + _MOST_VARINT]):

@@ -20,6 +20,7 @@ from kit.waits import PROGRAM_WAIT, outcome, wait_queued
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor
+from torchpipe_py.backends.model import onnx_graph
 from torchpipe_py.backends.model.normalisation import Normalisation
 from torchpipe_py.backends.model.onnx_graph import (
     declared_tensors,
@@ -400,6 +401,24 @@ def test_values_after_relu_become_unsigned() -> None:
     assert np.array_equal(before, after)
 
 
+def test_header_of_a_file_that_is_written_anew_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``cp`` does, which cuts the file first. A map of it would end the process."""
+    weights = {"w": np.zeros((300, 300), "f4")}
+    path = save_model(
+        tmp_path / "a.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": ["n", 300]}, {"y": ["n", 300]},
+        constants=weights,
+    )  # fmt: skip
+    assert [spec.name for spec in onnx_graph.read_header(path).inputs] == ["x"]
+    right = onnx_graph._text
+
+    def cut(*args: Any) -> str:
+        os.truncate(path, 100)
+        return right(*args)
+
+    monkeypatch.setattr(onnx_graph, "_text", cut)
+    assert onnx_graph.read_header(path).problem == "its content is not that of one, or is cut off"
+
+
 @pytest.mark.parametrize("model", [quantised(zero=3), helper.make_model(helper.make_graph([], "empty", [], []))])
 def test_keeps_asymmetric_quantisation(model: onnx.ModelProto) -> None:
     assert onnx.load_from_string(unsigned_model(model.SerializeToString())) == model
@@ -411,6 +430,8 @@ def test_a_quantised_model_is_served(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert ModelFile(str(path)).holds(b"QuantizeLinear")
     assert not ModelFile(str(tmp_path / "empty")).holds(b"QuantizeLinear")
+    (tmp_path / "large").write_bytes(bytes(2**20 - 5) + b"QuantizeLinear")
+    assert ModelFile(str(tmp_path / "large")).holds(b"QuantizeLinear")
     x = np.random.default_rng(1).uniform(-2, 2, (3, 2, 6, 6)).astype(np.float32)
     expected = run(path.read_bytes(), (x - 0.5) / 2)
     # One item at a time, since their order of adding may not be the same in a batch.

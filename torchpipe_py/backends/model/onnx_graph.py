@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
 from collections import defaultdict
@@ -17,6 +16,7 @@ from torchpipe_py.backends.model.normalisation import FLOATS, INTEGERS, Normalis
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import REDACTED, ModelFile, outside_files
 from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.files import FileContent
 from torchpipe_py.wire.protobuf import varint
 
 
@@ -369,7 +369,8 @@ def read_header(path: str) -> Header:
     Read in a millisecond, without the onnx package, which would load the weights, half a second for 100 MB.
     """
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open(path, "rb") as file:
+            content = FileContent(file)
             model = _fields(content, (0, len(content)))
             if len(model[_GRAPH]) != 1:
                 return Header([], [], "it has no graph")
@@ -436,7 +437,8 @@ def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
     An input may be a scalar where the node ``takes_scalars``.
     """
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open(path, "rb") as file:
+            content = FileContent(file)
             (graph,) = _fields(content, (0, len(content)))[_GRAPH]
             fields = _fields(content, graph)
             constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
@@ -448,7 +450,7 @@ def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
 
 
 def _unserved(
-    content: mmap.mmap, what: str, value: Span, constants: Collection[str], takes_scalars: bool
+    content: bytes | FileContent, what: str, value: Span, constants: Collection[str], takes_scalars: bool
 ) -> Iterator[str]:
     fields = _fields(content, value)
     name, types = _text(content, fields[_NAME]), fields[_TYPE]
@@ -494,13 +496,13 @@ def metadata(file: ModelFile) -> dict[str, str]:
     if file.has_key:
         return _metadata(file.read())
     try:
-        with open(file.path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _metadata(content)
+        with open(file.path, "rb") as opened:
+            return _metadata(FileContent(opened))
     except (OSError, ValueError):  # missing or empty
         return {}
 
 
-def _metadata(content: Any) -> dict[str, str]:
+def _metadata(content: bytes | FileContent) -> dict[str, str]:
     try:
         entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
         return {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
@@ -508,7 +510,7 @@ def _metadata(content: Any) -> dict[str, str]:
         return {}
 
 
-def _declared(content: mmap.mmap, value: Span) -> TensorSpec:
+def _declared(content: bytes | FileContent, value: Span) -> TensorSpec:
     fields = _fields(content, value)
     name = _text(content, fields[_NAME])
     tensors = [inner for span in fields[_TYPE] for inner in _fields(content, span)[_TENSOR_TYPE]]
@@ -522,11 +524,11 @@ def _declared(content: mmap.mmap, value: Span) -> TensorSpec:
     return TensorSpec(name, dims, _element_type(kinds[-1]) if kinds else "")
 
 
-def _text(content: mmap.mmap, spans: Sequence[Span]) -> str:
+def _text(content: bytes | FileContent, spans: Sequence[Span]) -> str:
     return b"".join([content[start:end] for start, end in spans]).decode()
 
 
-def _fields(content: mmap.mmap, message: Span) -> dict[int, list[Span]]:
+def _fields(content: bytes | FileContent, message: Span) -> dict[int, list[Span]]:
     """A message's fields by their numbers. ``ValueError`` and ``IndexError`` if it is not a protobuf message."""
     fields: dict[int, list[Span]] = defaultdict(list)
     at, end = message
