@@ -36,7 +36,7 @@ from torchpipe_py.files import iter_matches
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.run import command
+from torchpipe_py.tools.run import command, lines, pictures, worker
 from torchpipe_py.tools.run.journal import Journal, Lock
 from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings, failed_line, line_of_same_content
 from torchpipe_py.tools.run.outputs import check_kind, columns_of, write_table
@@ -336,6 +336,45 @@ def test_pictures_are_in_color_and_decoded_as_the_configuration_says(tmp_path: P
     assert np.array_equal(cv2.imread(str(tmp_path / "a.png")), mat)
     with pytest.raises(DecodeError, match="not a TIFF image"):
         draw_picture(str(tmp_path), "b.png", encode(mat), "", [], decoders)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "said"),
+    [
+        (errno.ENOSPC, ToolError, "drawn: cannot be written: No space left on device; start it again to go on"),
+        (errno.EISDIR, NoResult, "its picture cannot be written as a.png: Is a directory"),
+    ],
+)
+def test_picture_that_cannot_be_written(
+    number: int, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "makedirs", lambda *_, **__: None)
+    monkeypatch.setattr(pictures, "replace_file", full)
+    with pytest.raises(error) as raised:
+        draw_picture("drawn", "a.png", picture(9, 8), "bgr", [], Decoders((), "bgr"))
+    assert str(raised.value) == said
+
+
+def test_worker_that_can_write_no_picture_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have no lines, so that they are computed once there is room on the disk."""
+
+    def full(*_: object) -> None:
+        raise ToolError("no room")
+
+    sent: list[Any] = []
+    at_work: Any = object.__new__(worker._Worker)
+    at_work._finished, at_work._send = SimpleQueue(), sent.append
+    at_work._maker = maker = object.__new__(LineMaker)
+    maker._settings, maker._decoders = Settings(Tables.of({"backend": "Identity"})), Decoders((), "bgr")
+    monkeypatch.setattr(lines, "draw_picture", full)
+    root: Any = SimpleNamespace(output=lambda data, key: data[key])
+    job = Job(0, {"path": '"a"'}, "a", picture="a.png")
+    at_work._finished.put(Request(job, job.head, root, b"x", {"result": []}))
+    at_work._send_lines()
+    assert sent == [[], ("failed", "no room")]
 
 
 def test_configuration_that_cannot_be_set_up_ends_the_run(here: Path) -> None:

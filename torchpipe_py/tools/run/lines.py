@@ -19,6 +19,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.pictures import draw_picture
 from torchpipe_py.tools.run.sources import read_item
 from torchpipe_py.wire.errors import code_of, describe_error, log_defect
@@ -131,7 +132,7 @@ class LineMaker:
         self._finished(Request(job, job.head, error=error))
 
     def line(self, request: Request) -> bytes:
-        """The line of a request that has ended; draws its picture before."""
+        """The line of a request that has ended; draws its picture before. ``ToolError`` if none can be written."""
         try:
             if request.error is not None:
                 raise request.error
@@ -146,6 +147,8 @@ class LineMaker:
             for key, value in values.items():
                 members.update(to_json(key, value))
             return json_line(members)
+        except ToolError:
+            raise
         except Exception as error:
             if not isinstance(error, TorchpipeError) or code_of(error) == "backend_error":
                 self._log(error)

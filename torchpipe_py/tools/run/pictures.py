@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from hashlib import blake2b
@@ -13,9 +14,12 @@ from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.errors import NoResult
 from torchpipe_py.files import replace_file
 from torchpipe_py.streams.boxes import draw_boxes
+from torchpipe_py.tools.report import ToolError
 
 _KEPT = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _MOST_BYTES = 190
+_OF_NAME = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Errors of one picture: in a tar, ``a.png`` and ``a.png/b.png`` may both be there."""
 _UNFINISHED = re.compile(r"\..*\.[0-9a-f]{32}\.tmp")
 
 
@@ -51,7 +55,8 @@ def draw_picture(folder: str, name: str, source: Any, color: str, result: Any, d
     """Draw a result on its image, and write it to ``folder``; whoever reads it sees it whole.
 
     ``source`` are the bytes of an image, which ``decoders`` decode to BGR, or pixels H×W×3 ``uint8`` in the order of
-    ``color``. Raises ``DecodeError``, ``NoResult`` if the image cannot be encoded, ``OSError``.
+    ``color``. Raises ``DecodeError``, ``NoResult`` if the image cannot be encoded or have this name, and ``ToolError``
+    if no picture can be written, as on a full disk.
     """
     import cv2
 
@@ -64,8 +69,13 @@ def draw_picture(folder: str, name: str, source: Any, color: str, result: Any, d
     is_made, file = cv2.imencode(os.path.splitext(name)[1], drawn)
     if not is_made:
         raise NoResult(f"an image of {drawn.shape[1]}x{drawn.shape[0]} pixels cannot be written as {name}")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    replace_file(path, file.tobytes())
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        replace_file(path, file.tobytes())
+    except OSError as error:
+        if error.errno in _OF_NAME:
+            raise NoResult(f"its picture cannot be written as {name}: {error.strerror}") from error
+        raise ToolError(f"{folder}: cannot be written: {error.strerror}; start it again to go on") from error
 
 
 def remove_unfinished(folder: str) -> None:

@@ -1,8 +1,8 @@
 """A process of ``torchpipe run``: reads items, runs its pipe, and sends the lines to its parent.
 
 It is sent the settings and the number of processes, then messages: a list of jobs; where content decides, the number of
-a job that it has read and hashed, and whether to run it; ``None`` at the end. It sends ``("ready", ahead)`` or
-``("failed", reason)`` once, then lists of ``(number, line)`` and ``(number, SHA-256)``, bytes and a text.
+a job that it has read and hashed, and whether to run it; ``None`` at the end. It sends ``("ready", ahead)``, then
+lists of ``(number, line)`` and ``(number, SHA-256)``, bytes and a text. ``("failed", reason)`` may come any time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from torchpipe_py.errors import TorchpipeError, describe
 from torchpipe_py.proc.confine import end_with_parent
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.lines import Job, LineMaker, Request
 from torchpipe_py.tools.run.sources import is_url
 
@@ -99,7 +100,12 @@ class _Worker:
             outcomes: list[tuple[int, bytes | str]] = []
             while not outcomes or not finished.empty():
                 ended = finished.get()
-                outcomes.append(ended if isinstance(ended, tuple) else (ended.job.number, make(ended)))
+                try:
+                    outcomes.append(ended if isinstance(ended, tuple) else (ended.job.number, make(ended)))
+                except ToolError as error:
+                    self._send(outcomes)
+                    self._send(("failed", str(error)))
+                    return
             self._send(outcomes)
 
     def _send(self, message: Any) -> None:
