@@ -162,6 +162,20 @@ def test_frames_before_a_lost_connection_are_all_given(tmp_path):
     assert found == 20
 
 
+def test_empty_parts_of_a_camera_are_passed_over(tmp_path):
+    jpeg = cv2.imencode(".jpg", picture(64, 48))[1].tobytes()
+    content = b""
+    for part in (jpeg, b"", jpeg, b"", b"", jpeg, jpeg):
+        content += f"--b\r\nContent-Type: image/jpeg\r\nContent-Length: {len(part)}\r\n\r\n".encode() + part + b"\r\n"
+    (tmp_path / "camera").write_bytes(content)
+    found = 0
+    options = read_stream("a", {"source": str(tmp_path / "camera"), "decoder": "pyav"}, Place("streams"))
+    with closing(read_pictures(options, threading.Event())) as read, suppress(SourceError):
+        for _ in read:
+            found += 1
+    assert found == 4
+
+
 def test_ignores_matrices_that_are_no_quarter_turn():
     one = 1 << 16
     assert Turn.of_matrix((one // 2, 0, 0, 0, 3 * one, 0, 0, 0, 1 << 30)) == AS_STORED, "a scaled one"

@@ -155,13 +155,15 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
             start = float(stream.start_time * stream.time_base) if stream.start_time is not None else 0.0
             clock = _Clock(start, float(stream.guessed_rate or 0))
         broken = 0
+        # NOTE: ArgumentError is for a packet without content, as some cameras send among the JPEGs of MJPEG.
+        undecodable = (av.error.InvalidDataError, av.error.EOFError, av.error.ArgumentError, UndecodableError)
         try:
             for packet in _packets(av, container, stream):
                 if stop.is_set():
                     return
                 try:
                     frames = decode(packet)
-                except (av.error.InvalidDataError, av.error.EOFError, UndecodableError) as error:
+                except undecodable as error:
                     broken += 1
                     if broken > MOST_BROKEN:
                         raise SourceError(
