@@ -90,7 +90,8 @@ def reason(data: Mapping[str, Any], key: str, others: Iterable[str] = ()) -> Bas
     if key == TASK_RESULT_KEY:
         return NoResult(f"the request has no {key!r}")
     known = (*others, *[name for name in data if isinstance(name, str)])
-    return InvalidRequest(f"the request has no {key!r}; {nearest(key, known)}")
+    whole = f"; {TASK_RESULT_KEY!r} is the whole answer" if TASK_RESULT_KEY in data else ""
+    return InvalidRequest(f"the request has no {key!r}; {nearest(key, known)}{whole}")
 
 
 def report(error: BaseException) -> tuple[str, str]:

@@ -368,7 +368,7 @@ def test_rejects_values_that_are_not_bytes(data: Any) -> None:
     [
         (Image.new("L", (4, 4)), "pass the file's bytes, or a Mat: np.asarray"),
         (BytesIO(JPEG), "pass what its read() returns"),
-        (torch.zeros(4, 4, 3, dtype=torch.uint8), "Tensor of 4x4x3; pass tensor.numpy()"),
+        (torch.zeros(4, 4, 3, dtype=torch.uint8), "Tensor of 4x4x3; send the bytes of the file"),
         (torch.zeros(1, 3, 4, 4), "is the dict one of an earlier call?"),
         (("cat", 0.5), "is the dict one of an earlier call?"),
     ],

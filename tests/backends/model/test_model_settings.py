@@ -8,10 +8,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import pytest
 import tomli
 from conftest import Register
+from kit.detectors import constant_model
 from kit.models import one_node, onnx_node
 from kit.refusals import refusal
 
@@ -139,6 +141,7 @@ def test_refuses_file_of_another_backend_before_loading(
         ),
         ({"mean": 0.5, "std": 0.5}, ["probably 127.5 is meant", "probably 127.5 is meant"]),
         ({"mean": 127.5, "std": 0.5}, ["probably 127.5 is meant"]),
+        ({"std": "0.00392157, 0.0078431, 0.00392157"}, ["pixels are divided by std: 255, 127.5, 255?"]),
         ({"mean": "0, 0, 0", "std": 1}, []),
         ({"mean": "123.675, 116.28, 103.53", "std": "58.395, 57.120, 57.375"}, []),
     ],
@@ -152,6 +155,23 @@ def test_warns_of_mean_and_std_for_other_pixel_range(
     for line, words in zip(lines, meant, strict=True):
         assert line.startswith("config: node 'a': key ")
         assert words in line
+
+
+@pytest.mark.parametrize("name", ["SoftmaxMax", "L2Normalize", "ArgMax"])
+def test_warns_of_outputs_that_a_postprocessor_does_not_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs = {"logits": np.zeros((1, 3), np.float32), "embedding": np.zeros((1, 8), np.float32)}
+    node = onnx_node(constant_model(tmp_path / "two.onnx", outputs))
+    plan_pipeline({"a": {**node, "postprocessor": "cpu"}})
+    assert caplog.messages == []
+    plan_pipeline({"a": {**node, "postprocessor": name}})
+    assert f"{name} reads the first output, 'logits'; nothing uses 'embedding' (cpu gives all)" in caplog.text
+
+
+def test_names_the_postprocessors_that_read_a_key(config: dict[str, Any]) -> None:
+    text = "key 'original_size': unknown key; postprocessors read it that this node does not have: ArgMax"
+    assert text in refusal({**config, "postprocessor": "cpu", "original_size": True})
 
 
 def test_check_command_warns_too(classifier: str, tmp_path: Path, capsys: Any, caplog: Any) -> None:

@@ -128,7 +128,9 @@ def _instead_of(value: Any) -> str:
         shape = "x".join(map(str, value.shape))
         if value.ndim == 4:
             return f" of {shape}; {_USED}"
-        return f" of {shape}; pass tensor.numpy(): of one dimension encoded bytes, of HxWxC an image, uint8 and BGR"
+        return (
+            f" of {shape}; send the bytes of the file, or in Python pass tensor.numpy(): of HxWxC a Mat, uint8 and BGR"
+        )
     return f"; {_USED}" if isinstance(value, tuple) else ""
 
 

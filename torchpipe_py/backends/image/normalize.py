@@ -17,6 +17,9 @@ from torchpipe_py.errors import InvalidRequest, counted
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_floats
 
+LARGEST_FACTOR = 0.02
+"""Of pixels of 0..255, as 1/255 and 1/127.5; the standard deviation of pixels of 0..1 is larger."""
+
 
 def to_divisors(value: Value) -> tuple[float, ...]:
     """Several numbers above 0."""
@@ -29,13 +32,19 @@ def to_divisors(value: Value) -> tuple[float, ...]:
 
 def pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
     """A warning if ``mean`` or ``std`` looks like that of pixels of 0..1, as PyTorch models are trained on."""
-    if values and 0 < max(map(abs, values)) < (1 if key.startswith("std") else 2):
-        written, meant = (", ".join(f"{scale * value:.6g}" for value in values) for scale in (1, 255))
-        text = (
-            f"{written} looks like the {key.partition('::')[0]} of pixels 0..1, but pixels here are 0..255: probably "
-            f"{meant} is meant, 255 times as much; it is right only where something before divides by 255"
-        )
-        yield Remark(key, text, is_warning=True)
+    if not values or not 0 < max(map(abs, values)) < (1 if key.startswith("std") else 2):
+        return
+    written = ", ".join(f"{value:.6g}" for value in values)
+    if key.startswith("std") and max(values) <= LARGEST_FACTOR:
+        divisors = ", ".join(f"{1 / value:.4g}" for value in values)
+        yield Remark(key, f"{written} looks like a factor; pixels are divided by std: {divisors}?", is_warning=True)
+        return
+    meant = ", ".join(f"{255 * value:.6g}" for value in values)
+    text = (
+        f"{written} looks like the {key.partition('::')[0]} of pixels 0..1, but pixels here are 0..255: probably "
+        f"{meant} is meant, 255 times as much; it is right only where something before divides by 255"
+    )
+    yield Remark(key, text, is_warning=True)
 
 
 def _remarks(cls: type, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:

@@ -365,6 +365,10 @@ def _declared_remarks(params: Mapping[str, Any], adds_batch: bool) -> Iterator[R
         except ConfigError as error:
             key = "labels" if params["labels"] and "label" in str(error) else "postprocessor"
             yield Remark(key, str(error).removeprefix("labels: "))
+        if len(outputs) > 1 and issubclass(cls, OfClasses) and cls is not postprocess.Cpu:
+            unused = ", ".join(repr(output.name) for output in outputs[1:])
+            text = f"{cls.__name__} reads the first output, {outputs[0].name!r}; nothing uses {unused} (cpu gives all)"
+            yield Remark("postprocessor", text, is_warning=True)
 
 
 def _scale_remarks(model: str, normalisation: Normalisation) -> Iterator[Remark]:
