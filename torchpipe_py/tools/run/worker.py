@@ -42,7 +42,9 @@ def main(descriptor: int, parent: int) -> None:
         is_known = isinstance(error, TorchpipeError)
         channel.send(("failed", str(error) if is_known else describe(error)))
         os._exit(1)
-    worker.run()
+    # NOTE: on the main thread each call of the pipe would go through a thread more, for signal handlers.
+    with ThreadPoolExecutor(1, "torchpipe-run") as thread:
+        thread.submit(worker.run).result()
     os._exit(0)  # threads of backends may never end
 
 
