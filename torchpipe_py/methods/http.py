@@ -19,6 +19,7 @@ from torchpipe_py.wire.infer import (
     Asked,
     answer_of,
     batch_line,
+    checked_size,
     is_long_json,
     line_of,
     outcome_of,
@@ -28,7 +29,7 @@ from torchpipe_py.wire.infer import (
 )
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.pictures import Accepted, accepted_image, picture_of
-from torchpipe_py.wire.values import json_size, size_of
+from torchpipe_py.wire.values import size_of
 
 
 def line_answer(
@@ -36,7 +37,7 @@ def line_answer(
 ) -> HttpAnswer:
     """The values that are asked for as a line of JSON, which another thread encodes if it is long."""
     values = values_of(data, asked, output)
-    if sum(map(json_size, values.values())) <= SMALL_BYTES:
+    if checked_size(values, reply) <= SMALL_BYTES:
         return HttpAnswer(200, JSON, line_of(values, reply))
     return HttpAnswer(200, JSON, b"", make=partial(line_of, values, reply), size=sum(map(size_of, values.values())))
 

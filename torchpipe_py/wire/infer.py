@@ -166,7 +166,9 @@ def answer_of(
     data: Mapping[str, Any], asked: Asked, reply: Bound, output: Callable[[Mapping[str, Any], str], Any] = output_of
 ) -> bytes:
     """The values of the keys as a line of JSON, by ``output``. Raises the dict's ``error`` if one is missing."""
-    return line_of(values_of(data, asked, output), reply)
+    values = values_of(data, asked, output)
+    checked_size(values, reply)
+    return line_of(values, reply)
 
 
 def values_of(data: Mapping[str, Any], asked: Asked, output: Callable[[Mapping[str, Any], str], Any]) -> dict[str, Any]:
@@ -179,16 +181,21 @@ def values_of(data: Mapping[str, Any], asked: Asked, output: Callable[[Mapping[s
         raise
 
 
+def checked_size(values: Mapping[str, Any], reply: Bound) -> int:
+    """The fewest bytes that values take as JSON. Raises ``ReplyTooLargeError`` if that is more than ``reply``."""
+    size = sum(map(json_size, values.values()))
+    if size > reply.bytes:
+        raise ReplyTooLargeError(size, reply, _SMALLER)
+    return size
+
+
 def line_of(values: Mapping[str, Any], reply: Bound) -> bytes:
-    """Values by key as a line of JSON."""
+    """Values by key as a line of JSON. Raises ``ReplyTooLargeError``; see ``checked_size`` for what is known before."""
     if len(values) == 1 and is_label_and_score(value := next(iter(values.values()))):
         line = label_line(value)
         if len(line) > reply.bytes:
             raise ReplyTooLargeError(len(line), reply, _SMALLER)
         return line
-    size = sum(map(json_size, values.values()))
-    if size > reply.bytes:
-        raise ReplyTooLargeError(size, reply, _SMALLER)
     outputs: dict[str, str] = {}
     for key, value in values.items():
         outputs.update(to_json(key, value, reply))

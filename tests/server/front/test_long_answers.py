@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from conftest import encode, picture
+import torch
+from conftest import Register, encode, picture
+from kit.backends import returns
 from kit.clients import connect
 from kit.services import LocalServer, serving
 from kit.waits import WAIT, eventually
@@ -115,3 +117,16 @@ def test_long_json_is_encoded_while_the_only_instance_serves_others(path: str, m
         go_on.set()
         answer = long.getresponse()
         assert (answer.status, len(answer.read()) > 2 * ROW) == (200, True)
+
+
+@pytest.mark.parametrize("path", JSON_REQUESTS)
+def test_json_beyond_the_limit_of_answers_is_too_large_even_if_there_is_no_room_for_it(
+    path: str, register: Register
+) -> None:
+    large = returns(torch.zeros(1, 2**20))
+    with serving(register(large), max_reply_bytes=100_000, max_held_bytes=1_000_000) as server:
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=WAIT)
+        with closing(connection):
+            connection.request("POST", path, json.dumps(JSON_REQUESTS[path]), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert (answer.status, json.loads(answer.read())["code"]) == (413, "too_large")
