@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import entry_points
+from inspect import getattr_static
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 
 from torchpipe_py import filters
 from torchpipe_py.backends.base import Backend
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import ConfigError, logger
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
@@ -198,6 +200,15 @@ class Registry:
     def backends_with(self, key: str) -> list[str]:
         """Built-in backends that have a parameter of this name, at most three."""
         names = (name for name in sorted(BUILT_IN_BACKENDS, key=len) if key in self._keys_of(name))
+        return list(islice(names, 3))
+
+    def postprocessors_with(self, key: str) -> list[str]:
+        """Postprocessors that have a parameter of this name, at most three."""
+        names = (
+            name
+            for name in self.postprocessor_names()
+            if isinstance(getattr_static(self.find_postprocessor(name), key, None), Param)
+        )
         return list(islice(names, 3))
 
     def _keys_of(self, name: str) -> set[str]:

@@ -7,8 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import getattr_static
-from itertools import islice
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, FilterMaker
@@ -405,19 +403,10 @@ class Binder:
         takers = [] if is_other or elsewhere(key) else self.registry.backends_with(name)
         if takers:
             return f"unknown key; it belongs to {' or '.join(takers)}, which this node does not name"
-        readers = [] if is_other or elsewhere(key) else self._postprocessors_with(name)
+        readers = [] if is_other or elsewhere(key) else self.registry.postprocessors_with(name)
         if readers:
             return f"unknown key; postprocessors read it that this node does not have: {', '.join(readers)}"
         return f"unknown key; {instead_of(key, names)}"
-
-    def _postprocessors_with(self, key: str) -> list[str]:
-        """Postprocessors that have a parameter of this name, at most three."""
-        names = (
-            name
-            for name in self.registry.postprocessor_names()
-            if isinstance(getattr_static(self.registry.find_postprocessor(name), key, None), Param)
-        )
-        return list(islice(names, 3))
 
 
 def _is_nearly(key: str, valid: Iterable[str]) -> bool:
