@@ -16,7 +16,7 @@ TOOLS = {
     "restoration": ("recipes.restoration", "train on pairs of images that NVIDIA DALI loads"),
     "loaders": ("recipes.experiments.comparison", "compare loaders of a training: torchvision, DALI, ours"),
     "decoders": ("benchmarks.decoders", "compare image decoders"),
-    "compiling": ("benchmarks.compiling", "compile three configurations; whether the stated loss holds"),
+    "compiling": ("benchmarks.compiling", "compile six configurations; whether the stated loss holds"),
     "profile": ("recipes.experiments.profile", "show where the time of a training goes"),
     "tricks": ("recipes.experiments.tricks", "measure what makes a training faster, one by one"),
     "consistency": (

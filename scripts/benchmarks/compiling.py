@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+import tomli
 import torch
 from examples.shapes import HELD_OUT, LABELS, draw_jpeg, draw_picture
 from torch import nn
@@ -238,21 +239,45 @@ def embedding_network() -> nn.Module:
     )  # fmt: skip
 
 
-def write_models(folder: Path) -> None:
-    """The ONNX files that the configurations name, but for the demo's."""
-    models = {"discs": (Discs(), 320), "colours": (Colours(), 256), "embedding": (embedding_network(), 224)}
-    for name, (network, side) in models.items():
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    DETECTOR: (Discs, 320),
+    SEGMENTER: (Colours, 256),
+    EMBEDDING: (embedding_network, 224),
+}
+"""The network of each file but the demo's, and the side of its input."""
+
+
+def write_model(toml: str, folder: Path) -> None:
+    """The ONNX file that the configuration names, unless it is the demo's."""
+    if toml in MODELS:
+        make, side = MODELS[toml]
+        # NOTE: TensorRT 8.6 reads no later operator set.
         torch.onnx.export(
-            network.eval(), (torch.zeros(1, 3, side, side),), str(folder / f"{name}.onnx"), input_names=["images"],
-            output_names=["found"], dynamic_axes={"images": {0: "n"}, "found": {0: "n"}}, dynamo=False,
+            make().eval(), (torch.zeros(1, 3, side, side),), str(folder / _model_of(toml)),
+            input_names=["images"], output_names=["found"], opset_version=17, dynamo=False,
+            dynamic_axes={"images": {0: "n"}, "found": {0: "n"}},
         )  # fmt: skip
+
+
+def _model_of(toml: str) -> str:
+    name: str = next(table["model"] for table in tomli.loads(toml).values() if "model" in table)
+    return name
+
+
+def on_tensorrt(toml: str, engine: Path) -> str:
+    """The file with its model on a GPU, as an fp32 engine that is kept in ``engine``."""
+    toml = toml.replace("OnnxTensor", "SyncTensor[TensorrtTensor]")
+    return toml.replace("\nmodel =", f'\n"model::cache" = "{engine}"\nprecision = "fp32"\nmodel =')
 
 
 # --- the table
 
 
-def compile_all(folder: Path, budget: float, is_busy: bool, cases: Sequence[str]) -> dict[str, Any]:
-    """Compile each case in ``folder``; returns the reports, and prints each and a row of each."""
+def compile_all(folder: Path, budget: float, is_busy: bool, cases: Sequence[str], has_engine: bool) -> dict[str, Any]:
+    """Compile each case in ``folder``; returns the reports, and prints each and a row of each.
+
+    ``has_engine``: TensorRT runs the models.
+    """
     if is_busy:
         tuned.MOST_BY_OTHERS = math.inf
     reports, rows = dict[str, Any](), list[tuple[str, ...]]()
@@ -261,8 +286,9 @@ def compile_all(folder: Path, budget: float, is_busy: bool, cases: Sequence[str]
         here = folder / name.removesuffix(", tight").replace(", ", "-").replace(" ", "")
         draw = partial(draw_discs if toml in (DETECTOR, SEGMENTER) else draw_shape, size=size)
         write_pictures(draw, here / "pictures", count)
-        (here / "file.toml").write_text(toml, encoding="utf-8")
-        write_models(here)
+        file = on_tensorrt(toml, here.resolve() / "model.engine") if has_engine else toml
+        (here / "file.toml").write_text(file, encoding="utf-8")
+        write_model(toml, here)
         try:
             report = compile_config(
                 here / "file.toml", here / "pictures", tolerance, here / "file.compiled.toml", budget=budget
@@ -360,8 +386,6 @@ def _loss(limit: Any, image: Any, tolerance: Any) -> float | None:
 
 
 def _small_classifier() -> dict[str, Any]:
-    import tomli
-
     return tomli.loads(CLASSIFIER)
 
 
@@ -387,6 +411,7 @@ def main(argv: Sequence[str]) -> int:
     add("--budget", type=float, default=240.0, help="seconds for each file (default: %(default)g)")
     add("--case", action="append", choices=CASES, help="default: all")
     add("--busy", action="store_true", help="measure although other programs use the cores")
+    add("--tensorrt", action="store_true", help="have TensorRT run the models")
     add("--json", type=output_file, metavar="FILE", help="write the reports")
     add("--repetitions", type=at_least(0), default=0, metavar="N", help="of the choice, to check the stated loss")
     add("--pictures", type=at_least(8), default=400, help="of each repetition (default: %(default)s)")
@@ -396,7 +421,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.repetitions:
         return int(not stated_loss_holds(args.repetitions, args.pictures, args.pool, args.tolerance))
-    reports = compile_all(args.folder, args.budget, args.busy, args.case or ())
+    reports = compile_all(args.folder, args.budget, args.busy, args.case or (), args.tensorrt)
     if args.json:
         write_json(args.json, reports)
     return 0

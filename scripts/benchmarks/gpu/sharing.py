@@ -19,6 +19,7 @@ from benchmarks.services import run_clients, started
 from benchmarks.sharing import Service, measure, sharing
 
 CPU, GPU = "CPU decode", "GPU decode"
+RECIPE = "the classic recipe"
 REDUCED = f"{CPU} at 1x"  # JPEGs at the smallest scale that the resize needs
 CHECKED = {"node": GPU, "inside": f"{GPU} (checked inside)", "none": f"{GPU} (unchecked)"}
 FEW, MANY = 20, 100  # clients
@@ -36,7 +37,8 @@ def shared(engines: Engines, args: argparse.Namespace) -> Report:
     services = [service for service in chosen if re.search(args.only, service.name)]
     with image_folder(picture(*args.image)) as folder:
         limits_alone(report, engines, args)
-        report.attempt("the classic recipe", partial(_classic, report, engines, folder, args))
+        if re.search(args.only, RECIPE):
+            report.attempt(RECIPE, partial(_classic, report, engines, folder, args))
         for service in services:
             action = partial(measure, report, service, folder, args.clients, args.seconds, args.rounds)
             report.attempt(service.name, action)
@@ -109,7 +111,7 @@ def _classic(report: Report, engines: Engines, folder: Path, args: argparse.Name
     library = choose_library(args.cuda)[0]
     script = str(REPOSITORY / "scripts" / "baseline_server.py")
     with started([script, "--port", "0", "--engine", path, "--cuda", library]) as (port, _):
-        name = f"the classic recipe, copies by {LIBRARIES[library]}"
+        name = f"{RECIPE}, copies by {LIBRARIES[library]}"
         classic = Subject(name, lambda clients, seconds: run_clients(port, folder, clients, seconds))
         report.measure([classic], args.clients, args.seconds, args.rounds)
 
