@@ -13,6 +13,7 @@ from benchmarks import common, in_process
 from benchmarks.comparison import add_folder_options, against_baseline
 from benchmarks.detector import SIDE, WIDTH, detector
 from benchmarks.goodput import SERVICES, goodput
+from benchmarks.offline import offline
 from benchmarks.on_ray import on_ray
 from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
@@ -21,12 +22,14 @@ from benchmarks.streams import streams
 from benchmarks.tuning import tuning
 
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.tools.options import at_least
 
 BENCHMARKS = {
     "schedule": in_process.schedule,
     "batching": in_process.batching,
     "decode": in_process.decode,
     "over_http": over_http,
+    "offline": offline,
     "on_ray": on_ray,
     "baseline": against_baseline,
     "shared": shared,
@@ -42,11 +45,20 @@ def make_parser() -> ArgumentParser:
     """All options."""
     parser = ArgumentParser(description="Limit, baselines and the pipe in one run.")
     common.add_options(parser, list(BENCHMARKS))
-    group = parser.add_argument_group("over_http, baseline")
+    group = parser.add_argument_group("over_http, offline, baseline")
     model = "demo, or the .onnx of torchpipe export resnet18 --weights random (default: %(default)s)"
     group.add_argument("--model", default="demo", help=model)
     group = parser.add_argument_group("over_http")
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
+    group = parser.add_argument_group("offline")
+    group.add_argument("--files", type=at_least(100), default=10_000, help="in the folder (default: %(default)s)")
+    group.add_argument(
+        "--image",
+        type=partial(common.numbers, separator="x"),
+        default=(500, 375),
+        metavar="WxH",
+        help="pixels (default: 500x375)",
+    )
     add_folder_options(parser.add_argument_group("baseline"))
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")

@@ -27,8 +27,7 @@ def over_http(args: argparse.Namespace) -> Report:
     report = Report(f"over_http: {args.model} model, 66 KB JPEG, client processes on the same cores")
     with ExitStack() as stack:
         images = stack.enter_context(image_folder())
-        demo = parse_toml(DEMO), str(DEMO.parent / "demo" / "model.onnx"), 64
-        config, model, size = demo if args.model == "demo" else _exported(args.model)
+        config, model, size = configuration(args.model)
         node = config["classifier"]
         batch, wait_ms = int(node["max"]), int(node["batching_timeout"])
         bare = Processes(1, classifier, model, size)
@@ -63,9 +62,11 @@ def over_http(args: argparse.Namespace) -> Report:
     return report
 
 
-def _exported(model: str) -> tuple[Tables, str, int]:
-    """The configuration of a ResNet-18 as ``torchpipe export`` writes it, its model, and the side of its input."""
+def configuration(model: str) -> tuple[Tables, str, int]:
+    """The demo, or that with a ResNet-18 as ``torchpipe export`` writes it; its model, and the side of its input."""
     tables = parse_toml(DEMO)
+    if model == "demo":
+        return tables, str(DEMO.parent / "demo" / "model.onnx"), 64
     del tables["classifier"]["labels"]
     tables["classifier"] |= {"model": model, "max": 4, "batching_timeout": 5, "resize_h": 224, "resize_w": 224}
     return tables, model, 224
