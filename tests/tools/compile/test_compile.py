@@ -32,6 +32,7 @@ from torchpipe_py.tools.tune.candidates import Candidate, as_served, shapes_of
 from torchpipe_py.tools.tune.engine import Wanted
 from torchpipe_py.tools.tune.measure import Profile
 from torchpipe_py.tools.tune.pixels import Alternative, shapes_with
+from torchpipe_py.tools.tune.search import Budget
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
 PIXELS = '[n]\nbackend = "S[DecodeMat,ResizeMat]"\nresize_h = 32\nresize_w = 32\n'
@@ -192,6 +193,17 @@ def test_change_that_loses_too_much_on_the_other_half_is_undone(
     assert (report["verdict"], report["certified"]) == (verdict, True)
     assert outcomes(report)[NEAREST] == "refused"
     assert parse_toml("out.toml")["n"] == {**parse_toml("p.toml")["n"], **left}
+
+
+def test_phases_share_what_the_profile_leaves() -> None:
+    now = [0.0]
+    clock = Budget(100.0, None, lambda: now[0])
+    bench: Any = SimpleNamespace(clock=clock, known=SimpleNamespace(answers=1e6))
+    now[0] = 60.0  # an engine was built
+    halves: Any = None
+    command._Compilation(Tables(), read_tolerance("top1=0.5"), halves, Path(), {})._share_out(bench)
+    left = [clock.left(phase) for phase in (*command.ENDS, "certify")]
+    assert left == pytest.approx([*(end * 25.0 for end in command.ENDS.values()), 40.0])
 
 
 def test_shape_with_fewer_changes_shares_what_the_best_one_shares(copy: Path) -> None:

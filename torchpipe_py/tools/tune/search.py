@@ -43,9 +43,14 @@ class Budget:
         self.seconds, self._progress, self._clock, self._began = seconds, progress, clock, clock()
         self.ends: Mapping[str, float] = PHASE_ENDS
 
+    @property
+    def spent(self) -> float:
+        """The share of the time that is over."""
+        return (self._clock() - self._began) / self.seconds
+
     def left(self, phase: str) -> float:
         """Seconds until the end of a phase."""
-        return self._began + self.ends[phase] * self.seconds - self._clock()
+        return (self.ends[phase] - self.spent) * self.seconds
 
     def show(self, phase: str) -> None:
         """Show the progress of a phase."""
