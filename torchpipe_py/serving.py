@@ -5,7 +5,7 @@ Two modules are imported where their optional libraries are in use: ``methods.tr
 
 - A pipe of tables: ``plan_pipeline``, ``Pipes``; nodes that processes share: ``shared_nodes``, ``EngineClient``.
 - Methods of a service and their routes: ``Inference``, ``Routes``, ``Served``; streams: ``Streams``.
-- A request in work: ``Call``; what reads long ones: ``Reader``.
+- A request in work: ``Call``; what reads long ones: ``LongMessages``.
 - Requests and answers as they are sent: ``read_request``, ``answers``, ``compression``, ``errors``, ``values``.
 - Processes, threads, logs: ``ChildProcess``, ``limit_threads``, ``describe``.
 - Certificates of ``torchpipe compile``: ``read_certified``.
@@ -25,9 +25,9 @@ from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.call import UNREAD, Call, CallState, call_from_any_thread
+from torchpipe_py.methods.long_messages import LongMessages
 from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.methods.openapi import openapi_document
-from torchpipe_py.methods.reader import Reader
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import (
     JSON,
@@ -152,6 +152,7 @@ __all__ = [
     "HttpRequest",
     "Inference",
     "Joined",
+    "LongMessages",
     "Method",
     "Model",
     "Models",
@@ -159,7 +160,6 @@ __all__ = [
     "Pipeline",
     "Pipes",
     "QueueTarget",
-    "Reader",
     "ReplyBudget",
     "ReplyTooLargeError",
     "RequestTooLargeError",

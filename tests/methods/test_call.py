@@ -12,7 +12,7 @@ import pytest
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest
 from torchpipe_py.methods.call import ANSWERED, DROPPED, RUNNING, WAITING, Call
-from torchpipe_py.methods.reader import Job, Reader
+from torchpipe_py.methods.long_messages import Job, LongMessages
 from torchpipe_py.methods.routes import Cancellable, Method
 from torchpipe_py.wire.http import HttpRequest
 
@@ -103,7 +103,7 @@ def test_deadline_ends_request_and_its_answer_still_counts() -> None:
     assert call.state is ANSWERED
 
 
-class SteeredReader(Reader):
+class SteeredMessages(LongMessages):
     """Reads what it is given when a test says so."""
 
     def __init__(self) -> None:
@@ -120,21 +120,21 @@ class SteeredReader(Reader):
         self.waiting.pop().run()
 
 
-def read_aside(start: Any, seconds: float | None = None) -> tuple[Call, SteeredReader, Mock]:
+def read_aside(start: Any, seconds: float | None = None) -> tuple[Call, SteeredMessages, Mock]:
     request = HttpRequest()
     request.body = b"{}"
-    call, reader, loop = Call(Mock(), request), SteeredReader(), Mock()
+    call, messages, loop = Call(Mock(), request), SteeredMessages(), Mock()
     loop.call_soon_threadsafe = lambda function, *args: loop.later.append(lambda: function(*args))
     loop.later = []
-    call.start_aside(loop, reader, Method(object, start), request, seconds, False, loop.started)
-    return call, reader, loop
+    call.start_aside(loop, messages, Method(object, start), request, seconds, False, loop.started)
+    return call, messages, loop
 
 
 def test_call_waits_until_its_message_is_read() -> None:
     ticket = Ticket(perf_counter() + 60)
-    call, reader, loop = read_aside(lambda args, done: ticket)
+    call, messages, loop = read_aside(lambda args, done: ticket)
     assert (call.state, call.ticket) == (WAITING, None)
-    reader.run()
+    messages.run()
     loop.later.pop()()
     assert (call.state, call.ticket, call.timer) == (RUNNING, ticket, loop.call_later.return_value)
     loop.started.assert_called_once_with()
@@ -144,24 +144,24 @@ def test_error_of_a_message_that_is_read_aside_is_its_answer() -> None:
     def refuse(args: Any, done: Any) -> None:
         raise InvalidRequest("no")
 
-    call, reader, _ = read_aside(refuse)
-    reader.run()
+    call, messages, _ = read_aside(refuse)
+    messages.run()
     (_, error), _ = call.caller.reply.call_args  # type: ignore[attr-defined]
     assert isinstance(error, InvalidRequest)
 
 
 def test_message_of_a_client_that_left_is_not_read() -> None:
     started: list[Any] = []
-    call, reader, _ = read_aside(lambda args, done: started.append(args))
+    call, messages, _ = read_aside(lambda args, done: started.append(args))
     call.cancel()
-    reader.run()
+    messages.run()
     assert (call.state, started) == (DROPPED, [])
 
 
 def test_client_that_leaves_while_its_message_is_read_cancels_it() -> None:
     ticket = Ticket()
-    call, reader, loop = read_aside(lambda args, done: ticket)
-    reader.run()
+    call, messages, loop = read_aside(lambda args, done: ticket)
+    messages.run()
     call.cancel()
     loop.later.pop()()
     assert (call.state, ticket.errors) == (DROPPED, [None])
@@ -169,8 +169,8 @@ def test_client_that_leaves_while_its_message_is_read_cancels_it() -> None:
 
 def test_answer_before_its_ticket_is_known_settles_the_call() -> None:
     ticket = Ticket()
-    call, reader, loop = read_aside(lambda args, done: ticket)
-    reader.run()
+    call, messages, loop = read_aside(lambda args, done: ticket)
+    messages.run()
     call.settle()
     loop.later.pop()()
     assert (call.state, call.ticket, ticket.errors) == (ANSWERED, None, [])
@@ -183,24 +183,24 @@ def test_message_of_a_client_that_left_is_freed_at_once() -> None:
     for end in ("cancel", "abandon"):
         request = Watched()
         kept = weakref.ref(request)
-        call, reader, loop = Call(Mock()), SteeredReader(), Mock()
-        call.start_aside(loop, reader, Method(object, lambda args, done: None), request, None, False, Mock())
+        call, messages, loop = Call(Mock()), SteeredMessages(), Mock()
+        call.start_aside(loop, messages, Method(object, lambda args, done: None), request, None, False, Mock())
         del request
         assert kept() is not None
         getattr(call, end)()
         assert kept() is None, end
-        reader.run()
+        messages.run()
 
 
 def test_deadline_of_a_message_that_waits_is_its_answer() -> None:
     started: list[Any] = []
-    call, reader, loop = read_aside(lambda args, done: started.append(args), 60)
+    call, messages, loop = read_aside(lambda args, done: started.append(args), 60)
     seconds, expire = loop.call_later.call_args[0]
     assert 0 < seconds <= 60
     expire()
     (_, error), _ = call.caller.reply.call_args  # type: ignore[attr-defined]
     assert isinstance(error, DeadlineExceeded)
-    reader.run()
+    messages.run()
     assert (started, call.is_queued) == ([], False)
 
 
@@ -211,8 +211,8 @@ def test_deadline_of_a_message_that_is_being_read_is_left_to_its_method() -> Non
         loop.call_later.call_args[0][1]()
         expired.append(call.caller.reply.call_args)  # type: ignore[attr-defined]
 
-    call, reader, loop = read_aside(start, 60)
-    reader.run()
+    call, messages, loop = read_aside(start, 60)
+    messages.run()
     assert expired == [None]
 
 
@@ -226,16 +226,16 @@ def test_method_learns_that_its_client_left_while_it_read() -> None:
         call.cancel()
         args.check_client()
 
-    call, reader, _ = read_aside(start)
-    reader.run()
+    call, messages, _ = read_aside(start)
+    messages.run()
     (_, error), _ = call.caller.reply.call_args  # type: ignore[attr-defined]
     assert (call.state, type(error)) == (DROPPED, CancelledError)
 
 
 def test_message_is_queued_until_it_is_read() -> None:
-    call, reader, loop = read_aside(lambda args, done: None)
+    call, messages, loop = read_aside(lambda args, done: None)
     assert call.is_queued
-    reader.run()
+    messages.run()
     assert call.is_queued
     loop.later.pop()()
     assert not call.is_queued

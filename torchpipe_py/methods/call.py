@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from torchpipe_py.errors import DeadlineExceeded
-from torchpipe_py.methods.reader import Job, Reader
+from torchpipe_py.methods.long_messages import Job, LongMessages
 from torchpipe_py.methods.routes import Cancellable, Method
 from torchpipe_py.wire.http import HttpRequest
 
@@ -91,10 +91,10 @@ class Call:
         return self.ticket is not None and self.ticket.is_queued
 
     def start_aside(
-        self, loop: Loop, reader: Reader, method: Method, args: HttpRequest, seconds: float | None, is_logged: bool,
-        started: Callable[[], object] | None = None,
+        self, loop: Loop, long_messages: LongMessages, method: Method, args: HttpRequest, seconds: float | None,
+        is_logged: bool, started: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """Start the method on a thread of ``reader``, since its request takes long to read, then call ``started``.
+        """Start the method on a thread of ``long_messages``: its request takes long to read. Then call ``started``.
 
         An error is the answer; so is ``DeadlineExceeded`` if the request still waits after ``seconds``. Raises
         ``Overloaded`` for one without such a deadline that would wait too long, ``DeadlineExceeded`` for a late one.
@@ -102,12 +102,12 @@ class Call:
         if is_logged:
             self.request_id = method.request_id(args)
         if seconds is None:
-            reader.check(args.size)
+            long_messages.check(args.size)
         elif seconds <= 0:
             raise DeadlineExceeded(UNREAD)
         else:
             self.timer = loop.call_later(seconds, self._expire_unread)
-        self.reading = reader.submit(args.size, self._start_aside, loop, method, args, started)
+        self.reading = long_messages.submit(args.size, self._start_aside, loop, method, args, started)
 
     def _start_aside(self, loop: Loop, method: Method, args: Any, started: Callable[[], object] | None) -> None:
         try:

@@ -27,9 +27,9 @@ from torchpipe_py.serving import (
     HttpAnswer,
     HttpRequest,
     Inference,
+    LongMessages,
     Method,
     QueueTarget,
-    Reader,
     ReplyTooLargeError,
     RequestTooLargeError,
     Routes,
@@ -212,8 +212,8 @@ class PipeReplica:
         self._served = self._serve(arguments.config, tables)
         target = QueueTarget()
         target.set(self._queue_target)
-        self._reader = Reader(target)
-        self._inflating = compression.InflateQueue(self._reader.executor)
+        self._long_messages = LongMessages(target)
+        self._inflating = compression.InflateQueue(self._long_messages.executor)
         self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that images and compression take one core at most
         self._is_at_work = False  # set by the first check, which Serve makes before it sends requests
 
@@ -275,7 +275,7 @@ class PipeReplica:
                 await self._inflate(awaited, request, inflater, hold)
             if method.takes_long is not None and method.takes_long(request):
                 seconds = self._seconds_left(request)
-                awaited.call.start_aside(awaited.loop, self._reader, method, request, seconds, False)
+                awaited.call.start_aside(awaited.loop, self._long_messages, method, request, seconds, False)
             else:
                 awaited.call.start(awaited.loop, method, request, False)
             answer: HttpAnswer = await awaited.outcome()
@@ -371,7 +371,7 @@ class PipeReplica:
     async def end(self) -> None:
         """Finish accepted requests, for at most ``drain_seconds``, refuse those that are left, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
-        self._reader.close()
+        self._long_messages.close()
         self._writer.shutdown(wait=False)
 
     def _rebuilt(self, user_config: Any) -> ServedPipe | None:

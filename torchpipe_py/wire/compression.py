@@ -96,10 +96,10 @@ class Inflater:
 
 
 class InflateQueue:
-    """Inflates long bodies step by step on ``reader``, one at a time: many would grow together. For one event loop."""
+    """Inflates long bodies stepwise on ``executor``, one at a time: many would grow together. For one event loop."""
 
-    def __init__(self, reader: Executor) -> None:
-        self._reader, self._turn = reader, asyncio.Lock()
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._turn = executor, asyncio.Lock()
 
     async def finish(self, inflater: Inflater, hold: Callable[[int], object] = lambda size: None) -> None:
         """Inflate all that is left; if this is cancelled, no further step is taken.
@@ -110,7 +110,7 @@ class InflateQueue:
         loop = asyncio.get_running_loop()
         hold(inflater.held_bytes)
         async with self._turn:
-            while not await loop.run_in_executor(self._reader, inflater.step):
+            while not await loop.run_in_executor(self._executor, inflater.step):
                 hold(inflater.held_bytes)
 
 

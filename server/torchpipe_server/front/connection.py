@@ -306,7 +306,8 @@ class Connection(asyncio.BufferedProtocol):
             if method.takes_long is not None and method.takes_long(args):
                 args.arrived = args.arrived or perf_counter()
                 seconds, started = owner.seconds_left(args), partial(self._started, call)
-                call.start_aside(owner.loop, owner.reader, method, args, seconds, owner.counters.is_logging, started)
+                is_logged = owner.counters.is_logging
+                call.start_aside(owner.loop, owner.long_messages, method, args, seconds, is_logged, started)
                 return
             call.start(owner.loop, method, args, owner.counters.is_logging)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here

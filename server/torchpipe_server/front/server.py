@@ -14,8 +14,8 @@ from torchpipe_py import Overloaded, TorchpipeError
 from torchpipe_py.serving import (
     Call,
     HttpRequest,
+    LongMessages,
     QueueTarget,
-    Reader,
     compression,
     counted,
     deadline_ms_of,
@@ -63,8 +63,8 @@ class Server:
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         target = QueueTarget()
         target.set(None if options.queue_target_ms < 0 else options.queue_target_ms / 1000)
-        self.reader = Reader(target)
-        self.inflating = compression.InflateQueue(self.reader.executor)
+        self.long_messages = LongMessages(target)
+        self.inflating = compression.InflateQueue(self.long_messages.executor)
         self.writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that images and compression take one core at most
         self._ending_until: float | None = None
         self.is_draining = False
@@ -217,7 +217,7 @@ class Server:
                 connection.abandon()
                 self._connections.discard(connection)
         self._stop_ticks()
-        self.reader.close()
+        self.long_messages.close()
         self.writer.shutdown(wait=False, cancel_futures=True)
         return not busy
 

@@ -104,8 +104,8 @@ class RpcFallback:
         self._counters = RequestCounters(options.log_requests)
         self.figures = self._counters.summary
         """The statistics of the requests that it answered."""
-        self._reader = ThreadPoolExecutor(1, "torchpipe-reader")  # its thread starts with the first long message
-        self._inflating = compression.InflateQueue(self._reader)
+        self._executor = ThreadPoolExecutor(1, "torchpipe-reader")  # its thread starts with the first long message
+        self._inflating = compression.InflateQueue(self._executor)
         self._server: RpcServer | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -134,7 +134,7 @@ class RpcFallback:
         self.close()
         for closing in list(self._closing):
             self._loop.run_until_complete(closing)
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _rpcs(self) -> list[Rpc]:
         from torchpipe_py.methods.rpc.messages import message, methods

@@ -1,4 +1,4 @@
-"""Work on long messages on other threads than the event loop's, and the threads that read them."""
+"""Reads long messages on threads of their own, not on the event loop's; a ``Job`` also encodes a long answer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _Lane:
             self._bytes -= reading.size
 
 
-class Reader:
+class LongMessages:
     """Reads long messages, on a thread for the shorter ones and on one for the others.
 
     Two threads: further ones would only take turns, and each costs the loop a turn. ``target`` limits how long a
