@@ -24,7 +24,7 @@ from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
 from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.supervisor.slots import http_connections, most_connections
+from torchpipe_server.supervisor.connection_limits import http_connections, most_connections
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -28,8 +28,8 @@ from torchpipe_server.front.server import Server
 from torchpipe_server.front.services import services_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
+from torchpipe_server.supervisor.connection_limits import ConnectionLimits, slots_for
 from torchpipe_server.supervisor.monitoring.figures import request_figures
-from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.worker.service import usual_service
 
 from kit.steered import FILE, steering
@@ -92,8 +92,10 @@ class LocalServer:
         self.loop = new_loop()
         self.loop.set_exception_handler(self._note)
         self.journal = Journal(slots_for(settings.max_connections))
-        self.slots = Slots(settings.max_connections, settings.max_connections_per_address, lambda slots: None)
-        self.acceptor = Acceptor(self.loop, listener, self._take, self.slots.make_room)
+        self.limits = ConnectionLimits(
+            settings.max_connections, settings.max_connections_per_address, lambda slots: None
+        )
+        self.acceptor = Acceptor(self.loop, listener, self._take, self.limits.make_room)
         if make_methods:
             served = Served(make_methods(self.loop), Routes(()))
         else:
@@ -137,11 +139,11 @@ class LocalServer:
         self.error = self.error or context.get("exception") or RuntimeError(context["message"])
 
     def _gone(self, slot: int, is_closed: bool) -> None:
-        self.slots.release(slot)
+        self.limits.release(slot)
         self._end_if_finished()
 
     def _take(self, sock: socket.socket, peer: str) -> None:
-        place = self.slots.take(peer)
+        place = self.limits.take(peer)
         if place is None:
             sock.close()
         else:

@@ -18,9 +18,9 @@ from torchpipe_server.front.server import Server, has_unread
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.connection_limits import ConnectionLimits, slots_for
 from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.messages import Figures
-from torchpipe_server.supervisor.slots import Slots, slots_for
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -49,8 +49,8 @@ class Connections:
         self.journal = Journal(slots_for(options.max_connections))
         self._options, self._ready = options, ready
         self._is_recovering, self._is_starting = is_recovering, is_starting
-        self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
-        self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
+        self._limits = ConnectionLimits(options.max_connections, options.max_connections_per_address, self._evict)
+        self._acceptor = Acceptor(loop, listener, self._take, self._limits.make_room)
         self._fallback = Fallback(loop, idl, options)
         self._fallback_server = Server(loop, self._fallback.services, options, self._left)
         self._sockets: dict[int, socket.socket] = {}
@@ -91,11 +91,11 @@ class Connections:
     def figures(self) -> tuple[Figures, Figures]:
         """Statistics of the connections and of the requests that the fallback answered."""
         connections = {
-            "open": self._slots.open,
+            "open": self._limits.open,
             "max": self._options.max_connections,
-            "accepted": self._slots.accepted,
-            "refused": self._slots.refused,
-            "evicted": self._slots.evicted,
+            "accepted": self._limits.accepted,
+            "refused": self._limits.refused,
+            "evicted": self._limits.evicted,
         }
         return connections, self._fallback_server.counters.summary()
 
@@ -150,7 +150,7 @@ class Connections:
     # -- placement -------------------------------------------------------------------------------------------------
 
     def _take(self, sock: socket.socket, peer: str) -> None:
-        place = self._slots.take(peer)
+        place = self._limits.take(peer)
         if place is None:
             sock.close()
         else:
@@ -158,7 +158,7 @@ class Connections:
             self._sockets[slot] = sock
             self.journal.begin(slot, monotonic())
             self._place(slot, is_suspect=True)
-        if self._slots.is_short:
+        if self._limits.is_short:
             self._acceptor.pause()
 
     def _evict(self, slots: Collection[int]) -> int | None:
@@ -202,7 +202,7 @@ class Connections:
     def _give(self, slot: int, child: Child) -> None:
         self.journal.entry(slot)  # clears it: the new worker may die before it has the connection
         try:
-            child.give(self._sockets[slot], slot, self._slots.is_refused(slot))
+            child.give(self._sockets[slot], slot, self._limits.is_refused(slot))
         except OSError as error:
             logger.error("cannot pass a connection to a worker: %s", error)
             self.gone(child, slot, True)
@@ -224,7 +224,7 @@ class Connections:
         timer = self._waiting.pop(slot, None)
         if timer is not None:
             timer.cancel()
-        self._slots.release(slot)
+        self._limits.release(slot)
         self._acceptor.resume()
 
     def _end_wait(self, slot: int) -> None:

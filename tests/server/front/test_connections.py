@@ -21,10 +21,10 @@ from torchpipe_server import cli
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor, listen
-from torchpipe_server.supervisor.slots import (
+from torchpipe_server.supervisor.connection_limits import (
     FILES_OF_A_WORKER,
     RESERVED_FILES,
-    Slots,
+    ConnectionLimits,
     http_connections,
     most_connections,
     slots_for,
@@ -207,34 +207,34 @@ class Idle:
 
 
 def test_newcomers_are_refused_where_none_is_idle_and_closed_where_none_is_left():
-    slots = Slots(2, 0, Idle())
-    taken = [slots.take(HOME) for _ in range(slots_for(2) + 1)]
+    limits = ConnectionLimits(2, 0, Idle())
+    taken = [limits.take(HOME) for _ in range(slots_for(2) + 1)]
     assert [place and place[1] for place in taken] == [False, False, *[True] * (slots_for(2) - 2), None]
-    assert (slots.open, slots.accepted, slots.refused) == (slots_for(2), slots_for(2), slots_for(2) - 1)
-    slots.release(0)
-    assert slots.take(HOME) == (0, False)
+    assert (limits.open, limits.accepted, limits.refused) == (slots_for(2), slots_for(2), slots_for(2) - 1)
+    limits.release(0)
+    assert limits.take(HOME) == (0, False)
 
 
 def test_idlest_connection_is_closed_once_and_frees_its_slot():
     idle = Idle(1)
-    slots = Slots(2, 0, idle)
-    assert [slots.take(HOME), slots.take(HOME), slots.take(HOME)] == [(0, False), (1, False), (2, False)]
+    limits = ConnectionLimits(2, 0, idle)
+    assert [limits.take(HOME), limits.take(HOME), limits.take(HOME)] == [(0, False), (1, False), (2, False)]
     assert idle.evicted == [1]
-    assert slots.take(HOME) == (3, True), "the one that gives way was counted twice"
-    slots.release(1)
-    assert slots.take(HOME) == (1, True)
-    slots.release(2)
-    assert slots.take(HOME) == (2, False)
+    assert limits.take(HOME) == (3, True), "the one that gives way was counted twice"
+    limits.release(1)
+    assert limits.take(HOME) == (1, True)
+    limits.release(2)
+    assert limits.take(HOME) == (2, False)
 
 
 def test_address_beyond_its_share_loses_one_of_its_connections():
     idle = Idle(0, 2)
-    slots = Slots(8, 2, idle)
-    assert [slots.take(peer) for peer in (HOME, OTHER, OTHER)] == [(0, False), (1, False), (2, False)]
-    assert slots.take(OTHER) == (3, False)
+    limits = ConnectionLimits(8, 2, idle)
+    assert [limits.take(peer) for peer in (HOME, OTHER, OTHER)] == [(0, False), (1, False), (2, False)]
+    assert limits.take(OTHER) == (3, False)
     assert idle.evicted == [2], "not the idlest of all"
-    assert slots.take(OTHER) == (4, True)
-    assert slots.take(HOME) == (5, False)
+    assert limits.take(OTHER) == (4, True)
+    assert limits.take(HOME) == (5, False)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,14 @@ def test_address_beyond_its_share_loses_one_of_its_connections():
     ],
 )
 def test_addresses_that_share_a_limit(peer: str, same: str, other: str):
-    slots = Slots(8, 1, Idle())
-    assert [slots.take(one) for one in (peer, same, other)] == [(0, False), (1, True), (2, False)]
+    limits = ConnectionLimits(8, 1, Idle())
+    assert [limits.take(one) for one in (peer, same, other)] == [(0, False), (1, True), (2, False)]
 
 
 @pytest.mark.parametrize(("peer", "served"), [(OTHER, 2), (HOME, 4), ("::1", 4), ("::ffff:127.0.0.1", 4)])
 def test_by_default_half_is_for_one_address_and_all_for_this_machine(peer: str, served: int):
-    slots = Slots(4, 0, Idle())
-    taken = [slots.take(peer) for _ in range(6)]
+    limits = ConnectionLimits(4, 0, Idle())
+    taken = [limits.take(peer) for _ in range(6)]
     assert [place and place[1] for place in taken] == [False] * served + [True] * (6 - served)
 
 

@@ -13,11 +13,12 @@ Evict = Callable[[Collection[int]], "int | None"]
 """Closes one idle connection of these slots, if there is one; its slot is released later."""
 
 
-class Slots:
-    """Gives each connection a slot until ``release``. ``max_connections`` are served; a few more get 'overloaded'.
+class ConnectionLimits:
+    """Gives each connection a slot of the journal until ``release``.
 
-    At a limit, a new connection replaces an idle one: of its own address if that has used up its share. ``per_address``
-    0 means half of the connections, without a bound for this machine.
+    ``max_connections`` are served; a few more get 'overloaded'. At a limit, a new connection replaces an idle one: of
+    its own address if that has used up its share. ``per_address`` 0 means half of the connections, without a bound for
+    this machine.
     """
 
     def __init__(self, max_connections: int, per_address: int, evict: Evict) -> None:
