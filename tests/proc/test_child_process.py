@@ -129,6 +129,25 @@ def test_its_descriptor_reports_the_end() -> None:
     assert child.is_released
 
 
+LEADER_EXITS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_process_is_ending_before_its_end_is_reported() -> None:
+    """Its first thread has ended, another one has not: so it is while the system closes its descriptors."""
+    child = ChildProcess("sleeper", subprocess.Popen([sys.executable, "-c", LEADER_EXITS]))
+    eventually(child.is_ending)
+    assert not child.has_ended()
+    child.end()
+    assert child.is_ending()
+    other = sleeping()
+    assert not other.is_ending()
+    other.end()
+
+
 def test_kill_and_describe_gives_the_reason_or_how_it_ended() -> None:
     child = sleeping()
     assert str(child.kill_and_describe("took longer than 1 s")) == (

@@ -33,6 +33,7 @@ import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))
 _CLOSED_SECONDS = 1.0  # from the end of a channel to the end of its process
 _LOOK_SECONDS = 0.01  # between two looks, on a system that cannot report the end of a process
 _EXHAUSTED = (EMFILE, ENFILE, ENOMEM)
+_PF_EXITING = 4  # of the flags in /proc/PID/stat
 
 
 class Running(Protocol):
@@ -143,6 +144,10 @@ class ChildProcess:
     def has_ended(self) -> bool:
         """Whether the process has ended."""
         return self.wait(0.0)
+
+    def is_ending(self) -> bool:
+        """Whether it has ended or is about to: the system first closes its descriptors, then reports its end."""
+        return self.has_ended() or _is_exiting(self.pid)
 
     def wait(self, seconds: float) -> bool:
         """Wait until the process has ended, for at most ``seconds``; returns whether it has."""
@@ -278,7 +283,20 @@ def describe_ending(status: int | None) -> str:
 def _is_zombie(pid: int) -> bool:
     """Whether a process that was not yet waited for has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        return _stat(pid)[0] in (b"Z", b"X")
     except OSError:
         return True
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether the system is ending a process that was not yet waited for."""
+    try:
+        return bool(int(_stat(pid)[6]) & _PF_EXITING)
+    except OSError:
+        return True
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of ``/proc/PID/stat`` after the name; ``OSError`` if the process is gone."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()

@@ -28,7 +28,7 @@ State = Literal["starting", "ready", "draining", "gone"]
 Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "slow_start", "misbehaved", "dismissed"]
 """Why a worker ended or is to be ended: it exited or was killed from outside; no heartbeat; one step of its I/O loop
 took too long; a batch took too long; the thread of an instance ended; it did not become ready in time; it sent an
-invalid message; it is not needed and has served nothing yet."""
+invalid message or closed its channel; it is not needed and has served nothing yet."""
 
 _PROBLEMS: dict[Reason, str] = {
     "silent": "has no heartbeat",
@@ -41,11 +41,9 @@ _PROBLEMS: dict[Reason, str] = {
 class Child:
     """A worker or engine process and its state; ``name`` is its name in the log.
 
-    ``on_message(child, message)`` is called for its messages, ``on_exit(child)`` for its end. It is killed if its
-    channel ends.
-
-    ``connections`` are the journal slots of the connections that it serves. ``failure`` is the reported reason why it
-    could not start. ``reason`` is why it ended or is to be ended.
+    ``on_message(child, message)`` is called for its messages, ``on_exit(child)`` for its end. ``connections`` are the
+    journal slots of the connections that it serves. ``failure`` is the reported reason why it could not start.
+    ``reason`` is why the supervisor ends it, or once it ended, why it did; ``None`` before.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Child:
         self.problems: Mapping[str, str] = {}  # why models of a folder are not served, by NAME/VERSION
         self.tables = forked.tables  # that it started with
         self._awaited: set[tuple[type[messages.Message], int]] = set()  # answers to ``ask_change``
-        self.reason: Reason = "died"
+        self.reason: Reason | None = None
         self.must_listen = self.listens = False  # at the port of gRPC
         self.has_served = self.has_streams = False  # whether it got a connection or a client; streams to read
         self.is_asked = False  # to send statistics
@@ -82,7 +80,7 @@ class Child:
         self._starting_s = 0.0  # while it loads its models, in checks, as the machine may sleep meanwhile
         # Consecutive checks at which it had no link to its engine process, and at which a batch was overdue.
         self.unlinked_looks = self._overdue_looks = 0
-        self._channel = Channel(loop, forked.sock, self._receive, self.kill, is_trusted=False)
+        self._channel = Channel(loop, forked.sock, self._receive, self._channel_ended, is_trusted=False)
         self.stderr = StderrPipe(loop, forked.stderr, self.pid)
         loop.add_reader(self.process.fileno(), self._ended)
 
@@ -118,7 +116,7 @@ class Child:
         if reason is None:
             if self.is_serving:
                 self.ask_stats()
-        elif self.reason == "died":  # nothing ends it yet
+        elif self.reason is None:  # nothing ends it yet
             if reason == "slow_start":
                 self.failure = f"{self.name} is not ready after {start_seconds:g} s (--start-seconds)"
                 logger.error("killing %s (pid %d): it is not ready in time", self.name, self.pid)
@@ -203,9 +201,9 @@ class Child:
         self._awaited.add((messages.Prepared if type_ == "prepare" else messages.Committed, change))
         self.send(type_, change=change, **fields)
 
-    def release(self, reason: Reason = "died") -> None:
+    def release(self, reason: Reason | None = None) -> None:
         """Have it give back all connections and end."""
-        self.reason = reason
+        self.reason = self.reason or reason
         self._finish("release")
 
     def drain(self) -> None:
@@ -215,10 +213,9 @@ class Child:
         else:
             self._finish("drain")
 
-    def kill(self, reason: Reason = "died") -> None:
+    def kill(self, reason: Reason | None = None) -> None:
         """Kill it."""
-        if self.reason == "died":
-            self.reason = reason
+        self.reason = self.reason or reason
         self.process.kill()
 
     def close(self) -> None:
@@ -274,7 +271,16 @@ class Child:
             case _:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")
 
+    def _channel_ended(self) -> None:
+        """Kill it, since nothing more can be sent to it. Its end of the channel closes a moment before it ends, too."""
+        if self.process.is_ending():
+            self.kill()
+        else:
+            logger.error("killing %s (pid %d): its channel has ended", self.name, self.pid)
+            self.kill("misbehaved")
+
     def _ended(self) -> None:
         self._channel.drain()
+        self.reason = self.reason or "died"
         self.close()
         self._on_exit(self)

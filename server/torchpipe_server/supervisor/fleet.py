@@ -304,13 +304,15 @@ class Fleet:
         logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, words)
 
     def _replace(self, slot: WorkerSlot, child: Child) -> None:
+        assert child.reason is not None
+        reason: str = child.reason
         # NOTE: engine processes are linked to workers before any request, so until then that proves nothing.
         is_settled = child.ready_at and self._clock() - child.ready_at >= SETTLED_SECONDS
         if child.ready_at:
             slot.failures = 0
         if self._is_of_next_generation(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
-        elif child.tables is not slot.tables and child.reason == "dismissed":
+        elif child.tables is not slot.tables and reason == "dismissed":
             self._forker.fork(slot)
         elif child.failure and child.ready_at and self.has_begun:
             logger.error("%s ended: %s", slot.name, child.failure)
@@ -318,7 +320,7 @@ class Fleet:
             self._pause(slot)
         elif is_settled or (child.has_served and self.has_begun):
             # NOTE: it can start and serve, so restart at once: requests that kill workers must not delay others.
-            self._count_restart(slot, child.reason)
+            self._count_restart(slot, reason)
             slot.pauses = 0
             self._forker.fork(slot)
         elif child.failure and not self.has_begun:
@@ -326,11 +328,11 @@ class Fleet:
         elif child.ready_at:
             # NOTE: it did start, so this is not a failed attempt; several of those end the service.
             logger.error("%s ended as soon as it was ready", slot.name)
-            self._count_restart(slot, child.reason)
+            self._count_restart(slot, reason)
             self._pause(slot)
         else:
             logger.error("%s ended while it started: %s", slot.name, child.failure or "killed, or crashed")
-            self._failed_start(slot)
+            self._failed_start(slot, "failed_start" if reason == "died" else reason)
 
     def _count_restart(self, slot: WorkerSlot, reason: str) -> None:
         slot.restarts += 1
@@ -341,9 +343,9 @@ class Fleet:
         slot.pauses += 1
         self._loop.call_later(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)), self._forker.fork, slot)
 
-    def _failed_start(self, slot: WorkerSlot) -> None:
+    def _failed_start(self, slot: WorkerSlot, reason: str = "failed_start") -> None:
         """Start it again, unless too many attempts in a row have failed."""
-        self._count_restart(slot, "failed_start")
+        self._count_restart(slot, reason)
         slot.failures += 1
         if slot.failures < START_ATTEMPTS:
             self._pause(slot)

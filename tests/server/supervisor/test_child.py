@@ -182,7 +182,7 @@ def test_kills_a_worker_that_sends_an_invalid_message(subject: Subject, name: st
         except OSError:  # full, or closed by the other side
             turn(subject.loop)
     eventually(subject.is_ended)
-    assert subject.process.wait(WAIT) < 0
+    assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
 
 
 @pytest.mark.parametrize(("state", "unread"), [("starting", 0), ("ready", 1000)])
@@ -197,6 +197,25 @@ def test_kills_a_worker_that_sends_a_control_message_too_early_or_unread(
     subject.say(CONTROL)
     eventually(subject.is_ended)
     assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
+
+
+def test_kills_a_worker_that_closes_its_channel(subject: Subject) -> None:
+    subject.sock.close()
+    eventually(subject.is_ended)
+    assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_worker_that_was_killed_from_outside_has_died(subject: Subject, closes_first: bool) -> None:
+    """Whether the end of its channel or its own end is noticed first."""
+    assert subject.child.reason is None
+    subject.process.kill()
+    os.waitid(os.P_PID, subject.process.pid, os.WEXITED | os.WNOWAIT)
+    if closes_first:
+        subject.sock.close()
+        subject.child._channel.drain()
+    eventually(subject.is_ended)
+    assert subject.child.reason == "died"
 
 
 def test_worker_that_sends_much_leaves_time_for_others(subject: Subject) -> None:

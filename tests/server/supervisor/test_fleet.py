@@ -153,6 +153,18 @@ def test_change_of_the_configuration_is_answered_once(fleets: Fleets) -> None:
     assert answers == ["the service is stopping"] * (1 + MOST_CHANGES)
 
 
+@pytest.mark.parametrize(
+    ("reason", "counted"), [("died", "failed_start"), ("slow_start", "slow_start"), ("misbehaved", "misbehaved")]
+)
+def test_restart_of_a_process_that_never_was_ready_counts_by_its_reason(
+    fleets: Fleets, reason: str, counted: str
+) -> None:
+    fleet = fleets.make(workers=1)
+    fleet.has_begun = True
+    fleets.die(fleet.generation.workers[0], reason=reason)
+    assert fleet.restarts == {counted: 1}
+
+
 def test_service_ends_if_an_engine_process_cannot_be_started(fleets: Fleets) -> None:
     """Workers wait for both engine processes, one of which dies whenever it starts."""
     fleet = fleets.make(workers=2, engines=2)
