@@ -1,4 +1,24 @@
-"""One worker or engine process, seen from the supervisor."""
+"""One worker or engine process, seen from the supervisor.
+
+Who ends a process, when, and how. A stop of the service is described in ``supervisor``.
+
+- ``Child.look``: ``problem`` finds that it hangs, has lost the thread of an instance, or is not ready in time. It is
+  killed; first released, with ``RETIRE_SECONDS`` for its other requests, if only a batch or an instance is to blame.
+- ``Child._receive``, ``_channel_ended``: it sent an invalid message, or its channel ended. It is killed.
+- ``Fleet._swap``: a reload has replaced it. It is released, or killed if it is not ready.
+- ``Fleet._ended``: of an engine process that was replaced, the last worker has ended. It is drained.
+- ``Fleet._dismiss_successors``: the reload that started it is given up or starts over. It is killed.
+- ``Fleet._became_ready``: a model was loaded or unloaded while it started. It is killed, and started again.
+- ``Fleet._forked``, ``Forker.close``: it is no longer wanted when its fork is done. It is killed.
+- ``Fleet.drain``, then ``Supervisor._step``: the service stops. It is drained (killed if it still starts), and killed
+  if that takes too long.
+- By itself: ``worker.run_process`` cannot start it, or ``Worker._cannot_listen``: it reports "failed" first. After
+  ``Worker._orphaned`` or ``EngineProcess._orphaned``: the supervisor is gone. Or it crashes. While it starts, the
+  system kills it when the fork server ends (``die_with_parent``).
+
+Afterwards ``Fleet._ended`` has ``Connections.died`` answer its requests and move its connections. ``Fleet._replace``
+starts a successor, at once or after a pause, or gives up.
+"""
 
 from __future__ import annotations
 
