@@ -1,6 +1,16 @@
-"""Decides which requests to compute, from recent compute times and the requests that wait.
+"""Decides whether a request may wait, before it does, from recent compute times and the requests that wait already.
 
-The clock is an argument.
+It is one of the places where load refuses a request. A request meets them in this order:
+
+- ``supervisor/connection_limits.py`` of the service: more connections than are served.
+- ``Server.bound_memory``, ``Connection._hold``, ``RpcServer.check_room`` (``HeldBytes`` on Ray): more bytes of messages
+  and answers than may be held, at any time from the first byte on.
+- ``LongMessages.check``: a long message would wait too long for the thread that reads it.
+- ``Door.check``, here, by way of ``Deadlines.admit``: it would wait too long, or miss its deadline.
+- ``FairAdmission.gather``: too many images of calls with several images wait.
+- ``Pipes.dispatch``: too many requests are in the pipes of a folder; ``InFlight.admit``: in this pipe.
+- ``Order.put``: its key would be one too many at a node with ``ordered_by``.
+- ``Node._limit_or_complete``: it has waited too long at a node, or would miss its deadline there.
 """
 
 from __future__ import annotations
