@@ -70,6 +70,9 @@ def test_target_bounds_wait_by_compute_time_of_path(target: float | None, longes
     limit.set(target)
     assert limit.is_on
     assert {compute: limit.seconds(compute) for compute in longest} == longest
+    for compute, seconds in longest.items():  # a node allows one computation more, which may have begun
+        assert not limit.is_exceeded(seconds + compute, compute)
+        assert limit.is_exceeded(seconds + compute + 0.001, compute) is (seconds < math.inf)
 
 
 def test_expected_wait_counts_running_and_queued_requests() -> None:

@@ -114,7 +114,7 @@ class ComputeTimes:
 
 
 class QueueTarget:
-    """The longest wait of requests without a deadline, for the door of a pipe and its nodes.
+    """The longest wait of requests without a deadline: ``seconds`` at the door of a pipe, ``is_exceeded`` at its nodes.
 
     ``is_on``: requests are limited, as for servers; the requests of programs are not.
     """
@@ -136,6 +136,13 @@ class QueueTarget:
     def seconds(self, compute: float) -> float:
         """The longest wait of a request whose path computes for ``compute`` seconds."""
         return max(self.least, self._computes * compute)
+
+    def is_exceeded(self, waited: float, compute: float) -> bool:
+        """Whether such a request has waited too long to be run: longer than the door could have expected.
+
+        The door admits by an expected wait, which may be wrong by a computation that has begun.
+        """
+        return waited > self.seconds(compute) + compute
 
 
 class Queued(Protocol):

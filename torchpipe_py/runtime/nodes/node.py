@@ -236,9 +236,7 @@ class Node:
         request.waited += max(0.0, waited - self._batch_wait())
         if request.waited <= self._target.least or request.priority or _is_inner(request) or not self.queued():
             return True  # where no other request waits, to compute it delays none
-        # The door admits by an expected wait, which may be wrong by a computation that has begun.
-        compute = self._wiring.path_compute(now)
-        if request.waited <= self._target.seconds(compute) + compute:
+        if not self._target.is_exceeded(request.waited, self._wiring.path_compute(now)):
             return True
         instance.record.shed += 1
         text = (
