@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from struct import Struct, error, pack
+from struct import Struct
 from typing import Any
 
 from thriftpy2.thrift import TType
@@ -91,7 +91,6 @@ class ThriftReader:
         self._items = self._text_bytes = self._steps = 0
         self._error: Exception | None = None  # the first error in the arguments
         self._walk: Walk | None = None
-        self._usual: tuple[str, bytes, Any, Any, Any] | None = None  # the form of the last call; see _read_usual
         self._needed = 0  # length of the buffer with which the walk can continue
         self._broken: tuple[str, str] | None = None  # not the exception, whose traceback would keep the buffers
         self.request: Message | None = None
@@ -123,15 +122,17 @@ class ThriftReader:
         if self._start == size or self._needed > size:
             return None
         if self._walk is None:
-            if self._usual is not None and (message := self._read_usual(*self._usual)) is not None:
-                return self._ended(*message)
             self._walk, self._limit = self._message(), sys.maxsize
         self._end = min(size, self._limit)
         try:
             self._needed = next(self._walk)
         except StopIteration as stop:
             self._walk, self._needed, self.request, self.is_paused, self._error = None, 0, None, False, None
-            return self._ended(stop.value, self._at)
+            self._start = self._at
+            if self._start == size:  # an idle connection keeps no memory of its last message
+                self._buffer, self._start = b"", 0
+            message: Message = stop.value
+            return message
         except ProtocolError as error:
             broken = error
         else:
@@ -139,12 +140,6 @@ class ThriftReader:
             return None
         self.abandon(broken)
         raise ProtocolError(*self._broken)  # type: ignore[misc]
-
-    def _ended(self, message: Message, end: int) -> Message:
-        self._start = end
-        if end == len(self._buffer):  # an idle connection keeps no memory of its last message
-            self._buffer, self._start = b"", 0
-        return message
 
     def abandon(self, error: ProtocolError) -> None:
         """Give up the unfinished message; further calls of `next` raise ``error``."""
@@ -183,12 +178,6 @@ class ThriftReader:
             raise ProtocolError("bad_frame", "the frame has bytes after its message")
         message.error = self._error
         message.size = self._at - begin + TEXT_BYTES * self._text_bytes + ITEM_BYTES * self._items
-        # NOTE: a call with exactly these fields is within the limits of items and depth.
-        if 1 < self._items == 1 + len(_texts_of(cls)[1]) and not (
-            self._is_compact or message.error or message.is_oneway
-        ):
-            head = bytes(self._buffer[self._start + 4 * framing.framed : begin - 4])
-            self._usual = message.name, head, cls, *_texts_of(cls)
         return message
 
     def _header(self, framing: Framing) -> Walk:
@@ -332,39 +321,6 @@ class ThriftReader:
             return size, [_OF_COMPACT[head >> 4], _OF_COMPACT[head & 15]]
         return head >> 4 if head < 0xF0 else (yield from self._size()), [_OF_COMPACT[head & 15]]
 
-    def _read_usual(self, name: str, head: bytes, args: Any, object_: Any, fields: Any) -> tuple[Message, int] | None:
-        """The call that begins at ``_start`` and its end, if it has the form of the connection's last call.
-
-        Nearly all have: the same method with arguments ``args``, in the binary protocol, with all fields in order.
-        ``head`` is what precedes the sequence number; ``object_`` and ``fields`` are from `_texts_of`. Otherwise, and
-        for an incomplete or invalid call, returns ``None``, and the walk reads it.
-        """
-        assert self._framing is not None
-        buffer, start, limits, framed = self._buffer, self._start, self._limits, self._framing.framed
-        first, text_bytes, values = start + 4 if framed else start, 0, {}
-        begin = at = first + len(head) + 4
-        if not buffer.startswith(head, first):
-            return None
-        try:
-            for field, key, is_text in fields:
-                begins, at = buffer.startswith(field, at), at + len(field) + 4
-                size = _u32.unpack_from(buffer, at - 4)[0]
-                text_bytes += size if is_text else 0
-                if not begins or text_bytes > limits.max_text_bytes:
-                    return None
-                data, at = bytes(buffer[at : at + size]), at + size
-                values[key] = data.decode() if is_text else data
-        except (error, UnicodeDecodeError):
-            return None
-        end = at + len(_END)
-        is_whole = buffer.startswith(_END, at) and (not framed or _u32.unpack_from(buffer, start)[0] == end - first)
-        if not is_whole or end - first > limits.max_message_bytes:
-            return None
-        message = Message(name, False, _i32.unpack_from(buffer, begin - 4)[0], self._framing)
-        message.args = args(object_(**values))
-        message.size = end - begin + TEXT_BYTES * text_bytes + ITEM_BYTES * (1 + len(values))
-        return message, end
-
     # -- small parts ------------------------------------------------------------------------------------------------
 
     def _wait(self, count: int) -> Walk:
@@ -432,26 +388,6 @@ class ThriftReader:
         most = self._limits.max_items
         if self._items > most:
             raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
-
-
-_END = bytes(2)  # the ends of the arguments and of the object in them
-
-
-@lru_cache(maxsize=256)
-def _texts_of(cls: Any) -> tuple[Any, Sequence[tuple[bytes, str, bool]]]:
-    """For arguments that are one object of text and bytes: its class, and for each field the bytes before its size,
-    its name and whether it is text. No fields for other arguments.
-    """
-    specs = [] if cls is None else list(cls.thrift_spec.items())
-    if len(specs) != 1 or specs[0][1][0] != _STRUCT:
-        return None, ()
-    begin, inner = pack(">bh", _STRUCT, specs[0][0]), specs[0][1][2]
-    fields: list[tuple[bytes, str, bool]] = []
-    for number, (ttype, name, *_) in inner.thrift_spec.items():
-        if ttype not in (_STRING, _BYTES):
-            return None, ()
-        fields.append(((b"" if fields else begin) + pack(">bh", _STRING, number), name, ttype == _STRING))
-    return inner, fields
 
 
 @lru_cache(maxsize=256)

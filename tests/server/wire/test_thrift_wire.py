@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import sys
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -207,39 +206,6 @@ def test_messages_before_a_broken_one_are_read(framing):
             reader.next()
         assert reader.pending_bytes == 0
         reader.feed(good)
-
-
-def outcome(first: bytes, data: bytes, limits: Options) -> object:
-    """What is read of ``data`` after the message ``first``."""
-    reader = reader_of(limits)
-    assert len(take(reader, first)) == 1
-    try:
-        messages = take(reader, data)
-    except ProtocolError as error:
-        return str(error)
-    return [(each.seqid, each.args, repr(each.error), each.size) for each in messages], reader.pending_bytes
-
-
-NARROW = [
-    *(Options("test", max_text_bytes=size) for size in (17, 18)),
-    *(Options("test", max_message_bytes=size) for size in (60, 61, 63, 64)),
-]
-
-
-@pytest.mark.parametrize(
-    ("framing", "limits"),
-    [*product(FRAMINGS, [Options("test")]), *product([Framing(True, "binary"), Framing(False, "binary_old")], NARROW)],
-)
-def test_repeated_call_is_read_like_any_other(framing, limits):
-    usual, other = apache_message(framing, batch_fields("", b"")), apache_message(framing, {}, "ping")
-    data = apache_message(framing, batch_fields("ü" * 9, b"data"), seqid=-7)
-    parts = [b"", b"\0", b"\x0b\0\x03\0\0\0\0", usual]
-    sent = [data[:at] + part + data[end:] for part in parts for at in range(5, len(data)) for end in (at, at + 1)]
-    sent += [
-        data[:at] + bytes([(data[at] + more) % 256]) + data[at + 1 :] for at in range(5, len(data)) for more in (1, 9)
-    ]
-    for changed in [data, data + usual, *sent]:
-        assert outcome(usual, changed, limits) == outcome(other, changed, limits)
 
 
 # -- arguments that do not fit --------------------------------------------------------------------------------------
