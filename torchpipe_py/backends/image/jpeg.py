@@ -38,13 +38,6 @@ _TABLES = {0xC4, 0xCC, 0xDB, 0xDC, 0xDD}  # DHT, DAC, DQT, DNL, DRI
 _SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 
-# JFIF segments and tables of usual lengths are skipped in one call of C.
-# NOTE: at most 16, since the call holds the GIL and takes memory for each; others count towards MAX_SEGMENTS.
-_USUAL = (0xE0, 16), (0xDB, 67), (0xDB, 132), (0xC4, 31), (0xC4, 181), (0xC4, 418)
-_USUAL_SEGMENTS: Callable[[Bytes, int], re.Match[bytes]] = re.compile(
-    b"(?s:%s){0,16}" % b"|".join([re.escape(struct.pack(">BBH", 0xFF, m, n)) + b".{%d}" % (n - 2) for m, n in _USUAL])
-).match  # type: ignore[assignment]  # always matches, perhaps the empty string
-
 _NEXT_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _NEXT_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 # FF, marker, length; then the fields of a frame header: bits, height, width, components. In a scan header the number
@@ -72,7 +65,7 @@ class JpegHeader(ImageHeader):
             raise DecodeError(f"JPEG: cut off in its header, after {len(data)} bytes") from None
 
     def _read(self, data: Bytes) -> None:
-        position = _USUAL_SEGMENTS(data, 2).end()
+        position = 2
         for _ in range(MAX_SEGMENTS):
             start, marker, length, first, height, width, components = _segment_at(data, position)
             if start != 0xFF or length < 2 or marker not in _SEGMENTS:
@@ -90,9 +83,7 @@ class JpegHeader(ImageHeader):
                 if components not in (1, 3, 4) or length != 8 + 3 * components:
                     raise DecodeError(f"JPEG: {components} color components in a frame header of {length} bytes")
                 self.frame, self.height, self.width, self.channels = marker, height, width, components
-                position = _USUAL_SEGMENTS(data, position + 2 + length).end()
-                continue
-            if marker == _APP14:
+            elif marker == _APP14:
                 if data[position + 4 : position + 9] == b"Adobe":
                     self.transform = data[position + 15]
             elif marker == _APP1:
