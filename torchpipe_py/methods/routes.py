@@ -210,7 +210,7 @@ class RpcRequest:
 
 
 class RpcAnswer(NamedTuple):
-    """A message, or its bytes; ``headers`` are the trailing metadata, ``outcome`` is the label it is counted under."""
+    """A message; ``headers`` are the trailing metadata, ``outcome`` is the label it is counted under."""
 
     message: Any
     headers: Mapping[str, str] = {}

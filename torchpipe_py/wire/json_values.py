@@ -393,7 +393,7 @@ def _json_of(key: str, value: Any, most: Bound | None) -> str:
 
 def numbers_to_json(array: np.ndarray, most: Bound | None = None, hint: str = "") -> str:
     """The finite numbers of an array as a flat list. ``ReplyTooLargeError`` as soon as there are more than ``most``."""
-    flat, pieces, size, encode = array.ravel(), [], 0, fast_encoder(encode_json)
+    flat, pieces, size, encode = array.ravel(), [], 0, _encode_numbers
     # In pieces, between which other threads get the GIL.
     for start in range(0, flat.size, _PIECE):
         pieces.append(encode(flat[start : start + _PIECE].tolist())[1:-1])
@@ -456,5 +456,6 @@ def json_plain(value: Any) -> Any:
 
 
 encode_json = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
+_encode_numbers = fast_encoder(encode_json)
 """JSON of a value, with what ``json_plain`` makes of NumPy's and PyTorch's; ``ValueError`` for NaN and infinity."""
 _PIECE = 2**13  # numbers that are encoded without a pause

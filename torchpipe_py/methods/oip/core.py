@@ -11,7 +11,7 @@ from torchpipe_py.errors import DeadlineExceeded, Overloaded, TorchpipeError, Un
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import InferRequest, explained
-from torchpipe_py.methods.oip.results import RESULT, SMALLER, kept, outputs_of
+from torchpipe_py.methods.oip.results import SMALLER, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.roots import Root, is_file, root_of
 from torchpipe_py.methods.routes import Cancellable, Done
@@ -197,16 +197,7 @@ class Models:
 
 
 class Codec(Protocol):
-    """Writes answers of inference in the form that its clients read; called on any thread.
-
-    ``is_binary`` is the default form of outputs.
-    """
-
-    @property
-    def is_binary(self) -> bool: ...
-
-    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> Any:
-        """The answer to a plain request whose one item has this result; ``None`` where ``answer`` is to."""
+    """Writes answers of inference in the form that its clients read; called on any thread."""
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> Any:
         """The answer with these tensors, each of which is wanted as binary or not."""
@@ -315,12 +306,6 @@ class OpenInference:
             done(result)
 
         def finish_one(data: dict[str, Any], error: BaseException | None) -> None:
-            if error is None and RESULT in data and asked.is_plain(codec.is_binary, data):
-                answer = codec.plain(model, root, asked, data[RESULT])
-                if answer is not None:
-                    model.figures.add(1, began, True)
-                    done(answer)
-                    return
             finish([_outcome(asked, root, data, error)])
 
         seconds = self.admit(model, began, asked.deadline_ms, asked.priority, asked.node_name, asked.timeout)

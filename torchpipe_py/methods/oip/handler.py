@@ -10,10 +10,9 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, ModelChangeError, OpenInference, shared_memory
-from torchpipe_py.methods.oip.http import Templates, answer, read_index, read_infer, read_parameters, takes_long
+from torchpipe_py.methods.oip.http import answer, read_index, read_infer, read_parameters, takes_long
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
-from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
@@ -23,11 +22,8 @@ _MODEL = "/v2/models/{model}"
 class OipHandler:
     """The protocol's routes, for ``Server``, and the ``Codec`` of their answers."""
 
-    is_binary = False
-
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
-        self._templates: dict[Root, Templates] = {}
         of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
             ("GET", "", _known(lambda request: core.metadata(*_named(request), _node_name(request)))),
             ("GET", "/ready", _known(self._model_ready)),
@@ -95,16 +91,6 @@ class OipHandler:
         asked = read_infer(request.take_body(), request.fields, self._limits, model.images, admit)
         request.check_client()
         return self._core.infer(model, asked, self, began, done)
-
-    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:
-        """See ``Codec``."""
-        if asked.outputs or asked.id is not None:
-            return None
-        templates = self._templates.get(root)
-        if templates is None:
-            names = [spec.name for spec in root.outputs]
-            templates = self._templates[root] = Templates(model.name, model.version, names)
-        return templates.answer(value)
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> HttpAnswer:
         """See ``Codec``."""

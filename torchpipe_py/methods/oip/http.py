@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,22 +24,20 @@ from torchpipe_py.methods.oip.requests import (
     options_from,
     options_of,
 )
-from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT, SMALLER
-from torchpipe_py.methods.oip.tensors import BYTES, Output
+from torchpipe_py.methods.oip.results import SMALLER
+from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.wire import answers
+from torchpipe_py.wire.answers import encode_text
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import milliseconds, priority_of
 from torchpipe_py.wire.json_values import parse_json, with_lists
 from torchpipe_py.wire.parameters import check_values
-from torchpipe_py.wire.values import is_label_and_score
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """The header that says how many bytes of a body are JSON; the tensors' binary data follow."""
 _JSON_SIZE = HEADER_LENGTH.lower()
 
-_float32 = struct.Struct("f")
-_encode_text = json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
 
@@ -198,46 +193,6 @@ def _read_json(text: memoryview) -> _Asked:
         raise InvalidRequest(f"{error.object[:40]!r} has half of a surrogate pair") from None
 
 
-class Templates:
-    """Answers of one item whose result is a label and its score, or one number or text, written at once.
-
-    ``names`` are the pipe's own of its outputs.
-    """
-
-    def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
-        head = answers.encode_plain({"model_name": model, "model_version": version})[:-1]
-        name = _encode_text(names[0] if len(names) == 1 else RESULT)
-        self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
-        self._starts: dict[type, str] = {
-            kind: f'{head}, "outputs": [{{"name": {own}, "datatype": "{datatype}", "shape": [1], "data": ['
-            for kind, own, datatype in (
-                (tuple, '"label"', BYTES), (bool, name, "BOOL"), (int, name, "INT64"), (float, name, "FP64"),
-                (str, name, BYTES),
-            )
-        }  # fmt: skip
-
-    def answer(self, value: Any) -> HttpAnswer | None:
-        """The answer; ``None`` for another result."""
-        kind = type(value)
-        start = self._starts.get(kind)
-        if start is None:
-            return None
-        if kind is tuple:
-            if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
-                return None
-            (score,) = _float32.unpack(_float32.pack(value[1]))
-            text = f"{start}{_encode_text(str(value[0]))}{self._score}{score!r}]}}]}}"
-        elif kind is str:
-            text = f"{start}{_encode_text(value)}]}}]}}"
-        elif kind is bool:
-            text = f"{start}{'true' if value else 'false'}]}}]}}"
-        else:
-            if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
-                return None
-            text = f"{start}{value!r}]}}]}}"
-        return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
-
-
 def answer(
     model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
 ) -> HttpAnswer:
@@ -256,19 +211,20 @@ def encoded_answer(
     model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
 ) -> HttpAnswer:
     """``answer`` with its body, encoded on this thread."""
-    head: dict[str, Any] = {"model_name": model, "model_version": version}
+    head = f'{{"model_name": {encode_text(model)}, "model_version": {encode_text(version)}'
     if request.id is not None:
-        head["id"] = request.id
+        head += f', "id": {encode_text(request.id)}'
     described: list[str] = []
     binary: list[bytes] = []
     for output, is_binary in outputs:
-        form = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+        shape = ", ".join(map(str, output.shape))
+        form = f'{{"name": {encode_text(output.name)}, "datatype": "{output.datatype}", "shape": [{shape}]'
         if is_binary:
             binary.append(output.to_binary())
-            described.append(answers.encode_plain({**form, "parameters": {"binary_data_size": len(binary[-1])}}))
+            described.append(f'{form}, "parameters": {{"binary_data_size": {len(binary[-1])}}}}}')
         else:
-            described.append(f'{answers.encode_plain(form)[:-1]}, "data": {output.to_json(reply, SMALLER)}}}')
-    text = answers.utf8_json(f'{answers.encode_plain(head)[:-1]}, "outputs": [{", ".join(described)}]}}')
+            described.append(f'{form}, "data": {output.to_json(reply, SMALLER)}}}')
+    text = answers.utf8_json(f'{head}, "outputs": [{", ".join(described)}]}}')
     size = len(text) + sum(map(len, binary))
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply, SMALLER if len(described) > len(binary) else "")

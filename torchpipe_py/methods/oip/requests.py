@@ -108,15 +108,6 @@ class InferRequest(msgspec.Struct):
     parameters: dict[str, Any] = {}
     timeout: int = 0
 
-    def is_plain(self, is_binary: bool, data: Row) -> bool:
-        """Whether the answer is the unchanged result in ``data``, and all of it binary or not, as ``is_binary``."""
-        if not self.outputs:
-            return self.is_binary == is_binary
-        return all(
-            wanted.is_binary == is_binary and not wanted.classes and (wanted.name == _RESULT or wanted.name not in data)
-            for wanted in self.outputs
-        )
-
     def items(self, root: Root) -> list[Row]:
         """A dict for the pipe per item; see ``Root.item``.
 

@@ -41,7 +41,7 @@ def outputs_of(
     names = [spec.name for spec in specs]
     wanted = [output.name for output in request.outputs]
     values = [item[RESULT] for item in items] if all(RESULT in item for item in items) else []
-    are_detections = bool(values) and all(isinstance(value, Detections) for value in values)
+    are_detections = all_are(Detections, values)
     if are_detections:
         tensors = detections.tensors_of(RESULT, values, wanted or detections.FIELDS)
         made = {name: _joined(name, [tensor]) for name, tensor in tensors.items()}
@@ -99,6 +99,9 @@ def _largest(row: np.ndarray, count: int) -> np.ndarray:
 
 def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
     """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``."""
+    name = names[0] if len(names) == 1 else RESULT
+    if not isinstance(values[0], (list, tuple)):
+        return [to_output(name, values)]
     if all(map(is_label_and_score, values)):
         return _labelled([[value] for value in values], [len(values)])
     if _are_rankings(values, names):
@@ -108,7 +111,7 @@ def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
         count = len(values[0])
         own = names if len(names) == count else [f"{RESULT}_{index}" for index in range(count)]
         return [to_output(name, column) for name, column in zip(own, zip(*values, strict=True), strict=True)]
-    return [to_output(names[0] if len(names) == 1 else RESULT, values)]
+    return [to_output(name, values)]
 
 
 def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
@@ -120,12 +123,12 @@ def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
 
 def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[Output]:
     pairs = [pair for ranking in rankings for pair in ranking]
-    scores = np.array([float(score) for _, score in pairs])
-    if not (np.abs(scores) <= MOST_FLOAT32).all():
+    scores = [float(score) for _, score in pairs]
+    if not all(-MOST_FLOAT32 <= score <= MOST_FLOAT32 for score in scores):
         raise NoResult("'score' contains NaN, infinity or numbers beyond FP32")
     return [
         texts("label", [answers.utf8_text(str(label)) for label, _ in pairs], shape),
-        Output("score", "FP32", shape, scores.astype(np.float32)),
+        Output("score", "FP32", shape, np.array(scores, np.float32)),
     ]
 
 
@@ -133,15 +136,20 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
     """One tensor of all values: arrays are concatenated, other values are one element each, as JSON if need be."""
     if all(map(is_array, values)):
         return _joined(name, values)
-    if all(isinstance(value, (str, bytes, bytearray)) for value in values):
+    if all_are((str, bytes, bytearray), values):
         return texts(name, map(_encoded, values))
     for datatype, kinds, dtype in _SCALARS:
-        if all(isinstance(value, kinds) for value in values):
+        if all_are(kinds, values):
             try:
                 return Output(name, datatype, [len(values)], np.array(values, dtype))
             except OverflowError:
                 break
     return texts(name, [answers.utf8_json(to_text(name, value)) for value in values])
+
+
+def all_are(kinds: Any, values: Sequence[Any]) -> bool:
+    """Whether there are values, all of these kinds."""
+    return bool(values) and isinstance(values[0], kinds) and all(isinstance(value, kinds) for value in values)
 
 
 def _encoded(value: str | bytes | bytearray) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted
-from torchpipe_py.wire import answers
+from torchpipe_py.wire.answers import encode_text
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_base64, from_json, numbers_to_json
 from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
@@ -26,6 +26,7 @@ NUMBERS = {
 """NumPy's names of the types that NumPy has."""
 DATATYPES = (*NUMBERS, BF16, BYTES)
 OF_DTYPE = {name: datatype for datatype, name in NUMBERS.items()} | {"bfloat16": BF16, "bytes": BYTES}
+_OF_NATIVE = {np.dtype(name): datatype for datatype, name in NUMBERS.items()}
 
 _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
@@ -162,7 +163,7 @@ class Output(NamedTuple):
         array = self.data
         if isinstance(array, list):
             try:
-                return answers.encode_plain([element.decode() for element in array])
+                return f"[{', '.join([encode_text(element.decode()) for element in array])}]"
             except UnicodeDecodeError:
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         array = self.numbers()
@@ -172,8 +173,12 @@ class Output(NamedTuple):
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
     """A Tensor or an array as its datatype and its elements; ``NoResult`` for a type that the protocol lacks."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
-        return BYTES, value.astype(object)
+    if isinstance(value, np.ndarray):
+        datatype = _OF_NATIVE.get(value.dtype)  # NOTE: NumPy makes the name of a type anew each time
+        if datatype is not None:
+            return datatype, np.asarray(value)  # of one with a mask the numbers
+        if value.dtype.kind in "OSU":
+            return BYTES, value.astype(object)
     import torch
 
     if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -27,9 +26,7 @@ from torchpipe_py.methods.oip.requests import (
     is_base64,
     options_from,
 )
-from torchpipe_py.methods.oip.results import MOST_FLOAT32
 from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, NUMBERS, Output
-from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, model_in, trace_headers
 from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
 from torchpipe_py.wire import answers
@@ -37,7 +34,7 @@ from torchpipe_py.wire.errors import RequestTooLargeError
 from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.json_values import check_range
 from torchpipe_py.wire.parameters import check_values
-from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
+from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES
 
 _HEALTH = "grpc.health.v1.Health"
 _WATCH_SECONDS = 0.4  # the oldest state that a watch is answered with: there may be many, and each asks twice a second
@@ -64,17 +61,13 @@ _ModelInferRequest, _ModelInferResponse = (
 _StreamResponse = message("inference.ModelStreamInferResponse")
 _HealthResponse = message("grpc.health.v1.HealthCheckResponse")
 _ReflectionResponse = message("grpc.reflection.v1.ServerReflectionResponse")
-_FINAL_ANSWER = _ModelInferResponse(parameters={"triton_final_response": {"bool_param": True}}).SerializeToString()
 
 
 class OipRpcs:
     """The protocol's methods over gRPC, and gRPC's own check of health."""
 
-    is_binary = True
-
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
-        self._templates: dict[Root, _Templates] = {}
         self._was_ready: dict[str, tuple[bool, float]] = {}
         known: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda asked: {"live": True},
@@ -187,8 +180,10 @@ class OipRpcs:
                 made = _StreamResponse(error_message=failed["error"], infer_response={"id": asked.id})
                 done(RpcAnswer(made, outcome=failed["code"]))
                 return
-            inner = result.message + (_FINAL_ANSWER if is_final else b"")
-            done(result._replace(message=b"\x12" + _delimited(inner)))
+            made = _StreamResponse(infer_response=result.message)
+            if is_final:
+                made.infer_response.parameters["triton_final_response"].bool_param = True
+            done(result._replace(message=made))
 
         try:
             return self._infer(request, answer)
@@ -268,17 +263,6 @@ class OipRpcs:
 
     # -- answers ------------------------------------------------------------------------------------------------
 
-    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> RpcAnswer | None:
-        """See ``Codec``."""
-        templates = self._templates.get(root)
-        if templates is None:
-            names = [spec.name for spec in root.outputs]
-            templates = self._templates[root] = _Templates(model.name, model.version, names)
-        data = templates.answer(value, asked.outputs)
-        if data is not None and asked.id:
-            data += b"\x1a" + _delimited(asked.id.encode())
-        return None if data is None else RpcAnswer(data)
-
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> RpcAnswer:
         """See ``Codec``."""
         tensors = [{"name": each.name, "datatype": each.datatype, "shape": each.shape} for each, _ in outputs]
@@ -286,80 +270,7 @@ class OipRpcs:
             model_name=model.name, model_version=model.version, id=asked.id, outputs=tensors,
             raw_output_contents=[output.to_binary() for output, _ in outputs],
         )  # fmt: skip
-        return RpcAnswer(made.SerializeToString())
-
-
-class _Templates:
-    """Answers of one item whose result is a label and its score, or one number, text or bytes: their bytes but for the
-    elements. ``names`` are the pipe's own of its outputs.
-    """
-
-    def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
-        name = names[0] if len(names) == 1 else "result"
-        tensors: dict[type, Sequence[tuple[str, str]]] = {
-            tuple: (("label", BYTES), ("score", "FP32")),
-            bool: ((name, "BOOL"),),
-            int: ((name, "INT64"),),
-            float: ((name, "FP64"),),
-            str: ((name, BYTES),),
-            bytes: ((name, BYTES),),
-        }
-        self._names = {kind: [name for name, _ in outputs] for kind, outputs in tensors.items()}
-        self._starts: dict[type, bytes] = {
-            kind: _ModelInferResponse(
-                model_name=model,
-                model_version=version,
-                outputs=[{"name": name, "datatype": datatype, "shape": [1]} for name, datatype in outputs],
-            ).SerializeToString()
-            for kind, outputs in tensors.items()
-        }
-
-    def answer(self, value: Any, wanted: Sequence[Wanted]) -> bytes | None:
-        """The answer's bytes; ``None`` for another result, or if other outputs are wanted."""
-        kind = type(value)
-        start = self._starts.get(kind)
-        if start is None or (kind is int and not -(2**63) <= value < 2**63):
-            return None
-        if wanted and [output.name for output in wanted] != self._names[kind]:
-            return None
-        if kind is tuple:
-            if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
-                return None
-            return start + _raw(_element(str(value[0]))) + _raw(_SCORE.pack(value[1]))
-        if kind is str or kind is bytes:
-            return start + _raw(_element(value))
-        return start + _raw(_NUMBERS[kind].pack(value))
-
-
-_SCORE = struct.Struct("<f")
-_NUMBERS = {bool: struct.Struct("<?"), int: struct.Struct("<q"), float: struct.Struct("<d")}
-_LENGTH = struct.Struct("<I")
-
-
-def _element(value: str | bytes) -> bytes:
-    """One element of ``BYTES``."""
-    data = answers.utf8_text(value) if isinstance(value, str) else value
-    return _LENGTH.pack(len(data)) + data
-
-
-def _raw(data: bytes) -> bytes:
-    """A field 6 of a ``ModelInferResponse``, ``raw_output_contents``."""
-    return b"\x32" + _delimited(data)
-
-
-def _delimited(data: bytes) -> bytes:
-    return _varint(len(data)) + data
-
-
-def _varint(number: int) -> bytes:
-    if number < 0x80:
-        return bytes((number,))
-    made = bytearray()
-    while number >= 0x80:
-        made.append(number & 0x7F | 0x80)
-        number >>= 7
-    made.append(number)
-    return bytes(made)
+        return RpcAnswer(made)
 
 
 def _named(parameters: Any) -> dict[str, Any]:

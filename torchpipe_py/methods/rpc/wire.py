@@ -47,7 +47,7 @@ class WireAnswer(NamedTuple):
         try:
             if isinstance(result, BaseException):
                 result = method.fail(result)
-            data = result.message if isinstance(result.message, bytes) else result.message.SerializeToString()
+            data = result.message.SerializeToString()
             if len(data) > most.bytes:
                 raise ReplyTooLargeError(len(data), most)
             return cls(data, result.headers, method.outcome(result))
