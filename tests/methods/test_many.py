@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,6 +51,24 @@ def test_images_wait_for_no_place_while_no_model_is_there() -> None:
     call = FairAdmission(Pipes())  # type: ignore[arg-type]
     call.gather([{"data": 1, "node_name": "only"}] * 3, None, lambda data, error: type(error), lambda _: ended.set())
     assert ended.wait(WAIT)
+
+
+def test_images_that_wait_enter_after_a_call_whose_end_fails() -> None:
+    ended, admission = threading.Event(), FairAdmission(Pipes())  # type: ignore[arg-type]
+
+    def gather(done: Callable[[list[Any]], object]) -> None:
+        admission.gather([{"data": 1, "node_name": "only"}], None, lambda data, error: type(error), done)
+
+    def fail(outcomes: list[Any]) -> None:
+        raise CancelledError
+
+    def end(outcomes: list[Any]) -> None:  # while others cannot enter
+        gather(fail)
+        gather(lambda outcomes: ended.set())
+
+    with pytest.raises(CancelledError):
+        gather(end)
+    assert ended.is_set()
 
 
 def listed(run: pipe, items: list[dict[str, Any]]) -> None:

@@ -139,6 +139,10 @@ class FairAdmission:
             while (next_ := self._next()) is not None:
                 call, index = next_
                 call.enter(index)
+        except BaseException:  # of a call's ``done``: others' images wait
+            self._thread.advances = False
+            self.advance(0)
+            raise
         finally:
             self._thread.advances = False
 

@@ -43,7 +43,8 @@ class Inbox:
     """A queue from any thread to the loop's thread.
 
     The loop is woken once for everything that is put before it runs; beyond ``most`` the oldest items are lost. An item
-    that ``take`` raises for is logged, and the others are taken.
+    that ``take`` raises for is logged, and the others are taken: in the loop's next run after ``KeyboardInterrupt`` or
+    ``SystemExit``, which end this one.
     """
 
     def __init__(self, loop: Loop, take: Callable[..., object], most: int | None = None) -> None:
@@ -56,11 +57,14 @@ class Inbox:
         """Have the loop call ``take(*item)`` in its next round."""
         self._items.append(item)
         if not self._is_awake:
-            self._is_awake = True
-            if get_ident() == self._loop_thread:
-                self._loop.call_soon(self._take_all)
-            else:
-                call_from_any_thread(self._loop, self._take_all)
+            self._wake()
+
+    def _wake(self) -> None:
+        self._is_awake = True
+        if get_ident() == self._loop_thread:
+            self._loop.call_soon(self._take_all)
+        else:
+            call_from_any_thread(self._loop, self._take_all)
 
     def _take_all(self) -> None:
         self._is_awake, self._loop_thread = False, get_ident()
@@ -68,7 +72,10 @@ class Inbox:
             item = self._items.popleft()
             try:
                 self._take(*item)
-            except Exception:
+            except (KeyboardInterrupt, SystemExit):
+                self._wake()
+                raise
+            except BaseException:  # also CancelledError
                 logger.exception("internal error while a queued item was handled")
 
 

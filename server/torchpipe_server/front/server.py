@@ -165,7 +165,7 @@ class Server:
         for connection in scheduled:
             try:
                 connection.advance()
-            except Exception:
+            except BaseException:  # others' requests are here
                 connection.fail()
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Server:
                 connection.check_time(now)
                 if self.is_ending:
                     connection.leave()
-            except Exception:
+            except BaseException:
                 connection.fail()
 
     def bound_memory(self) -> None:

@@ -1,20 +1,29 @@
-"""The queue from any thread to the loop's thread."""
+"""The queue from any thread to the loop's thread, and connections that advance together."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torchpipe_server.front.loop import Inbox, new_loop
+from torchpipe_server.front.server import Server
 
 
-def test_items_behind_one_that_raises_are_taken(caplog: pytest.LogCaptureFixture) -> None:
-    loop = new_loop()
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("kind", [ValueError, asyncio.CancelledError, GeneratorExit])
+def test_items_behind_one_that_raises_are_taken(
+    kind: type[BaseException], is_fast: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = new_loop(is_fast)
     taken: list[int] = []
 
     def take(item: int) -> None:
         if item == 1:
-            raise ValueError("a bad item")
+            raise kind("a bad item")
         taken.append(item)
         if item == 4:
             loop.stop()
@@ -28,3 +37,37 @@ def test_items_behind_one_that_raises_are_taken(caplog: pytest.LogCaptureFixture
     loop.close()
     assert taken == [0, 2, 3, 4]
     assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("a bad item",)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_items_behind_one_that_ends_the_loop_are_taken_in_its_next_run(
+    kind: type[BaseException], is_fast: bool
+) -> None:
+    loop = new_loop(is_fast)
+    taken: list[int] = []
+
+    def take(item: int) -> None:
+        if item == 1:
+            raise kind
+        taken.append(item)
+
+    inbox = Inbox(loop, take)
+    for item in range(5):
+        inbox.put(item)
+    with pytest.raises(kind):
+        loop.run_forever()
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    assert taken == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [ValueError, asyncio.CancelledError, SystemExit])
+def test_connections_behind_one_that_raises_advance(kind: type[BaseException]) -> None:
+    bad, good = Mock(**{"advance.side_effect": kind, "check_time.side_effect": kind}), Mock()
+    server: Any = SimpleNamespace(scheduled={bad: None, good: None}, _connections=[bad, good], is_ending=False)
+    Server._advance(server)
+    Server._tick(server)
+    assert bad.fail.call_count == 2
+    assert (good.advance.call_count, good.check_time.call_count) == (1, 1)
