@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from conftest import Register
 from kit.backends import returns
+from kit.cells import check_each
 from kit.measurer import FakeMeasurer, others_take, use_measurer
 from kit.models import one_node
 from kit.services import LIGHT
@@ -27,6 +31,7 @@ from torchpipe_py.cli import main
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.proc import child
+from torchpipe_py.tools.compile import compile_config
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.team import Team, TeamDied
 from torchpipe_py.tools.tune import tune
@@ -884,8 +889,8 @@ def test_early_death_of_a_process_is_raised(fake: FakeMeasurer) -> None:
             ["beside/model.toml", "--img_dir", "images", "--out", "t.toml"],
             "t.toml: node 'n': key 'model': no such file: own.onnx",
         ),
-        (["ok.toml", "--img_dir", "images", "--replay", "one.txt"], "the times of --replay are all the same"),
-        (["ok.toml", "--img_dir", "images", "--replay", "tiny.txt"], "the times of --replay are all the same"),
+        (["ok.toml", "--img_dir", "images", "--replay", "one.txt"], "those of --replay: the first 20000 are all the"),
+        (["ok.toml", "--img_dir", "images", "--replay", "tiny.txt"], "those of --replay: the first 20000 are all the"),
         (["ok.toml", "--img_dir", "images", "--json", "link"], "--json link: would replace the input ok.toml"),
         (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
         (["ok.toml", "--img_dir", "images", "--gpu-memory", "6G"], "--gpu-memory: there is no GPU here"),
@@ -1084,18 +1089,89 @@ def test_whole_run_reports_its_measurements(
         assert plan_pipeline(tuned).plans["n"].label == "S[DecodeMat,TuneOwn]"
 
 
+ABOVE_ZERO = "expected a number above 0, got "
+NO_NUMBERS = ["fast", "2", True, False, 0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf, 10**400, 1j, [1], np.int64(2)]
+SAME_TIMES = "times, those of --replay: the first 20000 are all the same, or fewer than two"
+NO_TIMES: dict[str, list[Any]] = {
+    "times: expected a list of ascending numbers of seconds, got ": [
+        5, True, "abc", b"abc", "", object(), 1.0, {0.0, 1.0}, {0.0: 1.0}, iter([0.0, 1.0]), np.arange(2.0),
+        [0.0, None], [0.0, "1"], [False, True], [0.0, math.nan, 1.0], [math.nan, 0.0, 1.0], [0.0, math.inf],
+        [0, 10**400], [1.0, 0.0], [0.0, 5.0, 0.0], (1.0, 0.0), [[0.0], [1.0]], deque([1.0, 0.0]),
+    ],
+    SAME_TIMES: [[], (), [0.5], [1.0, 1.0], [0.0, 1e-320], [0.0] * 20000 + [1.0], deque([0.5])],
+}  # fmt: skip
+NO_PATHS = [None, 5, True, b"p.toml", ["p.toml"], object()]
+WRONG: dict[str, dict[str, list[Any]]] = {
+    **{name: {f"{name}: {ABOVE_ZERO}": NO_NUMBERS} for name in ("slo_p99", "rate")},
+    "budget": {f"budget: {ABOVE_ZERO}": [None, *NO_NUMBERS]},
+    **{
+        name: {f"{name}: {ABOVE_ZERO}": NO_NUMBERS, f"{name}: expected a whole number, got ": [1.5, 2.0]}
+        for name in ("cores", "gpu_memory")
+    },
+    "imports": {
+        "imports: expected a list of modules or files, got ": [
+            None,
+            "own.py",
+            "",
+            b"own.py",
+            5,
+            [5],
+            [b"own.py"],
+            {"own"},
+        ]
+    },
+    "progress": {"progress: expected a function, got ": [True, 5, "bar"]},
+}
+"""For each argument of both functions, by the message: values that are wrong."""
+
+WRONG_FOR_TUNE = WRONG | {
+    "config": {"config: expected a file or a dict, got ": NO_PATHS},
+    "images": {
+        "images: expected a folder, or a list of encoded images, got ": [None, 5, b"image", {"a": b"image"}],
+        "images[0]: expected the bytes of an encoded image, got ": [[None], ["a.jpg"], [5], np.zeros((1, 2, 2))],
+        "images[1]: expected the bytes of an encoded image, got ": [(b"image", 5)],
+        "no images": [[], ()],
+    },
+    "allow_pixels": {"allow_pixels: expected True or False, got ": [None, "no", 0, 1, []]},
+    "times": NO_TIMES,
+}
+WRONG_FOR_COMPILE = WRONG | {
+    **{name: {f"{name}: expected a path, got ": NO_PATHS} for name in ("config", "img_dir", "out")},
+    "tolerance": {
+        "tolerance: expected limits, as 'top1=0.999, score=0.01', got ": [None, 5, 0.01, {"top1": 0.99}, b"top1=0.9"],
+        "tolerance: ": ["", "top9=0.9", "top1", "top1=1", "top1=x", "top1=0.9, top1=0.9", "mean=-1"],
+    },
+}
+COMPILED = {"config": "p.toml", "img_dir": str(IMAGES), "tolerance": "top1=0.9", "out": "out.toml"}
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("function", "given", "wrong"),
     [
-        ({"cores": 1.5}, "cores: expected a whole number, got 1.5"),
-        ({"cores": True}, "cores: expected a number above 0, got True"),
-        ({"rate": "fast"}, "rate: expected a number above 0, got 'fast'"),
-        ({"times": "abc"}, "times: expected numbers of seconds, got 'abc'"),
-        ({"times": [0.5]}, "times: the times of --replay are all the same, or fewer than two"),
-        ({"times": [1.0, 1.0]}, "times: the times of --replay are all the same, or fewer than two"),
-        ({"times": [0.0, float("nan")]}, "times: the times of --replay are all the same, or fewer than two"),
+        (tune, {"config": {"backend": "Identity"}, "images": [b"image"]}, WRONG_FOR_TUNE),
+        (compile_config, COMPILED, WRONG_FOR_COMPILE),
     ],
 )
-def test_wrong_arguments_from_python_are_named(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ToolError, match=re.escape(message)):
-        tune({"backend": "Identity"}, [b"image"], **wrong)
+def test_wrong_arguments_from_python_are_named(
+    function: Callable[..., Any], given: dict[str, Any], wrong: dict[str, dict[str, list[Any]]]
+) -> None:
+    assert wrong.keys() == inspect.signature(function).parameters.keys()
+
+    def check(cell: tuple[str, str, Any]) -> None:
+        name, message, value = cell
+        with pytest.raises(ToolError, match=re.escape(message)):
+            function(**{**given, name: value})
+
+    check_each([(name, *each) for name in wrong for each in flat(wrong[name])], check)
+
+
+def flat(values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
+    for message, some in values.items():
+        for value in some:
+            yield message, value
+
+
+def test_compiled_file_is_checked_before_long_work(folder: Path) -> None:
+    for out, message in {"missing/out.toml": "no such folder", "ok.toml": "would replace the input"}.items():
+        with pytest.raises(ToolError, match=f"--out {out}.*{message}"):
+            compile_config("ok.toml", "images", "top1=0.9", out)

@@ -26,11 +26,11 @@ from torchpipe_py.tools.compile.changes import INT8, Chooser
 from torchpipe_py.tools.compile.losses import Halves, Losses, is_within, least_pictures
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.parity.command import tolerance_json
-from torchpipe_py.tools.report import ToolError, json_text, progress_bar, replace_text, write_json
+from torchpipe_py.tools.report import ToolError, check_outputs, json_text, progress_bar, replace_text, write_json
 from torchpipe_py.tools.tune import report as tuned
 from torchpipe_py.tools.tune.candidates import copied
 from torchpipe_py.tools.tune.command import check_out, options_of, serve_command
-from torchpipe_py.tools.tune.engine import MOST_IMAGES, Bench, Wanted, measure
+from torchpipe_py.tools.tune.engine import MOST_IMAGES, Bench, Wanted, measure, require
 from torchpipe_py.tools.tune.search import Progress, Trial
 from torchpipe_py.tools.tune.verify import Verdict, verify
 
@@ -69,13 +69,20 @@ def compile_config(
     ``img_dir`` chooses, the other certifies. The other arguments are those of ``tune``. If ``report["certified"]``, the
     file ``out`` is written, an int8 model beside it if it has one, and its certificate, as JSON and as a page; their
     paths are ``report["written"]``.
-    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be compiled, and
-    ``ValueError`` for a wrong tolerance.
+    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be compiled; of a
+    wrong argument, ``ToolError`` says the name and what is expected.
     """
-    limits = read_tolerance(tolerance) if isinstance(tolerance, str) else tolerance
+    for name, value in {"config": config, "img_dir": img_dir, "out": out}.items():
+        require(name, value, isinstance(value, (str, os.PathLike)), "a path")
+    require("tolerance", tolerance, isinstance(tolerance, (str, Tolerance)), "limits, as 'top1=0.999, score=0.01'")
+    try:
+        limits = read_tolerance(tolerance) if isinstance(tolerance, str) else tolerance
+    except ValueError as error:
+        raise ToolError(f"tolerance: {error}") from error
     wanted = Wanted(slo_p99, rate, cores, gpu_memory, budget, None, imports, progress)
     wanted.usable_cores()  # NOTE: wrong arguments are reported before files that cannot be read
     path, out = os.fspath(config), Path(out)
+    check_out(Path(path), out, {})  # NOTE: before long work
     for name in imports:
         import_code(name)
     with _reading():
@@ -272,7 +279,7 @@ def run_compile(args: argparse.Namespace) -> int:
     """0 once a file is certified, 1 if none is, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot compile."""
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.compiled.toml")
-    check_out(path, out, {"json": args.json})
+    check_outputs({"out": out, "json": args.json}, path)
     options = options_of(args)
     with progress_bar(args.progress, has_lines=True) as show:
         options["progress"] = lambda phase, share, left: show(phase, share, f"about {left:.0f} s left")

@@ -17,7 +17,7 @@ from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, replace_text, write_json, write_text
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.candidates import Candidate
-from torchpipe_py.tools.tune.engine import Bench, Wanted, as_it_is, measure, named_images
+from torchpipe_py.tools.tune.engine import Bench, Wanted, as_it_is, measure, named_images, require
 from torchpipe_py.tools.tune.pixels import alternatives_of
 from torchpipe_py.tools.tune.search import Progress
 
@@ -47,8 +47,11 @@ def tune(
     precision are tried too; their ``parity`` says how results differ.
     ``report["verdict"]`` is ``better``, ``as good``, ``cannot tell`` or, after Ctrl-C, ``interrupted``;
     ``report["tuned"]`` has the tables of the tuned configuration if it is better, else None. Times are in seconds.
-    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be tuned.
+    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be tuned; of a wrong
+    argument, ``ToolError`` says the name and what is expected.
     """
+    require("config", config, isinstance(config, (str, os.PathLike, Mapping)), "a file or a dict")
+    require("allow_pixels", allow_pixels, isinstance(allow_pixels, bool), "True or False")
     wanted = Wanted(slo_p99, rate, cores, gpu_memory, budget, times, imports, progress)
     if len(wanted.usable_cores()) < 2:  # NOTE: wrong arguments are reported before files that cannot be read
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")

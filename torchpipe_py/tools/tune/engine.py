@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +60,19 @@ class Wanted:
     progress: Progress | None = None
 
     def usable_cores(self) -> list[int]:
-        """The cores to use. Raises ``ToolError`` for wrong values."""
-        for name in ("slo_p99", "rate", "cores", "budget"):
+        """The cores to use. Raises ``ToolError``, which names the argument, for wrong values."""
+        for name in ("slo_p99", "rate", "cores", "gpu_memory", "budget"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise ToolError(f"{name}: expected a number above 0, got {value!r}")
-        cores, times = self.cores, self.times
-        if cores is not None and not isinstance(cores, int):
-            raise ToolError(f"cores: expected a whole number, got {cores!r}")
-        if times is not None and (isinstance(times, str) or not all(map(_is_number, times))):
-            raise ToolError(f"times: expected numbers of seconds, got {times!r:.80}")
-        if times is not None and (len(times) < 2 or not 0 < max(times) - min(times) < math.inf):
-            raise ToolError("times: the times of --replay are all the same, or fewer than two")
+            if value is not None or name == "budget":
+                require(name, value, _is_number(value) and value > 0, "a number above 0")
+            if value is not None and name in ("cores", "gpu_memory"):
+                require(name, value, isinstance(value, int), "a whole number")
+        if self.times is not None:
+            _require_arrivals(self.times)
+        are_names = _is_list(self.imports) and all(isinstance(each, str) for each in self.imports)
+        require("imports", self.imports, are_names, "a list of modules or files")
+        require("progress", self.progress, self.progress is None or callable(self.progress), "a function")
+        cores = self.cores
         if self.slo_p99 is not None and self.rate is not None:
             raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
         usable = sorted(os.sched_getaffinity(0))[: usable_cores()]
@@ -78,8 +81,28 @@ class Wanted:
         return usable[:cores]
 
 
+def require(name: str, value: object, is_right: bool, expected: str) -> None:
+    """Raise ``ToolError`` unless the value of an argument is right."""
+    if not is_right:
+        raise ToolError(f"{name}: expected {expected}, got {value!r:.80}")
+
+
+def _require_arrivals(times: Any) -> None:
+    each: list[Any] = list(times) if _is_list(times) else [None]
+    is_right = all(map(_is_number, each)) and all(map(le, each, each[1:]))
+    require("times", times, is_right, "a list of ascending numbers of seconds")
+    used = each[:MOST_ARRIVALS]
+    if len(used) < 2 or not (len(used) - 1) / (used[-1] - used[0] or math.nan) < math.inf:
+        raise ToolError(f"times, those of --replay: the first {MOST_ARRIVALS} are all the same, or fewer than two")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -185,12 +208,16 @@ def measure(
 
 
 def named_images(images: str | os.PathLike[str] | Sequence[bytes]) -> dict[str, bytes]:
-    """Encoded images by name. ``ToolError`` if there are none."""
+    """Encoded images by name. ``ToolError`` if there are none, or if they are something else."""
     if isinstance(images, (str, os.PathLike)):
         payload = load_images(Path(images), False)
         named = dict(zip(map(str, payload.paths), payload.bodies, strict=True))
     else:
+        is_right = isinstance(images, Iterable) and not isinstance(images, (bytes, Mapping))
+        require("images", images, is_right, "a folder, or a list of encoded images")
         named = {f"images[{number}]": body for number, body in enumerate(images)}
+        for name, body in named.items():
+            require(name, body, isinstance(body, bytes), "the bytes of an encoded image")
     if not named:
         raise ToolError("no images")
     return named
@@ -210,7 +237,9 @@ def _goal_of(wanted: Wanted, known: Profile) -> Goal:
     if needed > MOST_OVERDRAFT * wanted.budget:
         why = f"measuring candidates needs --budget {needed:.0f} or more"
         raise ToolError(f"{rate or known.answers:.2g} requests/s: {why}")
-    arrivals = rescale(times[:MOST_ARRIVALS], 1.0) if times else list(islice(poisson_times(1.0, 0), MOST_ARRIVALS))
+    arrivals = list(islice(poisson_times(1.0, 0) if times is None else times, MOST_ARRIVALS))
+    if times is not None:
+        arrivals = rescale(arrivals, 1.0)
     return Goal.of(slo, rate, arrivals, known.lone, OPEN_LOOPS_SHARE * wanted.budget / OPEN_LOOPS)
 
 
