@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dis
 import gc
 import random
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,19 +18,19 @@ from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 from conftest import Register
-from kit.backends import EchoFour
+from kit.backends import Echo, EchoFour
 from kit.inside import runtime_of
 from kit.waits import WAIT, all_idle, eventually
 
 import torchpipe_py.runtime
 from torchpipe_py import pipe
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
-from torchpipe_py.runtime.deputy import Deputy
+from torchpipe_py.runtime.deputy import DEPUTY, Deputy
 
 RUNTIME = str(Path(torchpipe_py.runtime.__file__).parent)
 
@@ -191,6 +193,69 @@ def interrupt_each_place(run: Callable[[], object], check: Callable[[], object])
 def test_interrupt_anywhere_in_a_call_leaves_pipe_usable(kind: str, use: Callable[[pipe], object]) -> None:
     with pipe(PIPES[kind]) as p:
         assert interrupt_each_place(lambda: use(p), lambda: assert_healthy(p)) > 10
+
+
+class Held(Echo):
+    """Waits for ``opened``: what has started is not finished before."""
+
+    opened = threading.Event()
+    dropped: ClassVar[list[BaseException | None]] = []
+    """Errors that ``on_done`` of ``dispatch`` got."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        self.opened.wait(10 * WAIT)
+        super().forward_item(item)
+
+
+def submit_several(p: pipe) -> None:
+    future = p.submit([{"data": 1}, {"data": 2}])
+    Held.opened.set()
+    future.result(WAIT)
+
+
+def dispatch(p: pipe) -> None:
+    is_over = threading.Event()
+    p.dispatch({"data": 1}, lambda data, error: is_over.set() if error is None else Held.dropped.append(error))
+    Held.opened.set()
+    assert is_over.wait(WAIT)
+
+
+def await_call(p: pipe) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(p.acall({"data": 1}, timeout=WAIT))
+        await asyncio.sleep(0)  # it starts
+        if not task.done():
+            Held.opened.set()
+        await task
+
+    asyncio.run(main())
+
+
+def map_each(p: pipe) -> None:
+    def items() -> Iterator[dict[str, Any]]:
+        yield {"data": 1}
+        yield {"data": 2}
+        Held.opened.set()
+
+    for _ in p.map(items(), ahead=3):
+        pass
+
+
+@up_to_3_11
+@pytest.mark.parametrize("use", [submit_several, dispatch, await_call, map_each])
+def test_interrupt_anywhere_in_a_call_drops_what_it_started(use: Callable[[pipe], object], register: Register) -> None:
+    def assert_dropped() -> None:
+        DEPUTY.run(lambda: None)  # what the main thread has handed over is done
+        eventually(lambda: p.stats()["inflight"] == 0, "a request is left")
+        assert not Held.dropped, "dispatch raised, and its callback was called too"
+        Held.opened.set()
+        all_idle(p)
+        Held.opened.clear()
+
+    with pipe({"backend": register(Held), "instance_num": 2}) as p, ExitStack() as stack:
+        stack.callback(Held.opened.set)
+        Held.opened.clear()
+        assert interrupt_each_place(lambda: use(p), assert_dropped) > 10
 
 
 def test_thread_that_an_interrupt_gave_up_ends_after_its_job() -> None:

@@ -30,6 +30,7 @@ from torchpipe_py import (
 )
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.engine import EngineServer
+from torchpipe_py.runtime import mapping
 from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.nodes.ordering import Order
 from torchpipe_py.runtime.request import Request, ignore_outcome
@@ -382,17 +383,17 @@ def test_several_engine_processes_are_refused() -> None:
         EngineServer(plan)
 
 
-def test_interrupted_map_cancels_the_request_it_waits_for() -> None:
+def test_interrupted_map_cancels_the_request_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     futures: list[Future[Any]] = []
 
     class Interrupted(Future[Any]):
         def result(self, timeout: float | None = None) -> Any:
             raise KeyboardInterrupt
 
-    def submit(data: Any) -> Future[Any]:
-        futures.append(Interrupted())
-        return futures[-1]
+    def start(data: Any, future: Future[Any]) -> None:
+        futures.append(future)
 
+    monkeypatch.setattr(mapping, "Future", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        next(in_order(submit, ({"data": number} for number in range(5)), ahead=3, newest=False, return_errors=False))
+        next(in_order(start, ({"data": number} for number in range(5)), ahead=3, newest=False, return_errors=False))
     assert [future.cancelled() for future in futures] == [True] * 3

@@ -11,13 +11,14 @@ from typing import Any
 from torchpipe_py.backends.base import Data
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 
-Submit = Callable[[Data], "Future[Data]"]
+Start = Callable[[Data, "Future[Data]"], object]
+"""Starts a request that settles the future; cancelling the future drops the request."""
 
 _END: Any = object()
 _NOT_YET: Any = object()
 
 
-def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, return_errors: bool) -> Iterator[Data]:
+def in_order(start: Start, items: Iterable[Data], ahead: int, newest: bool, return_errors: bool) -> Iterator[Data]:
     """Yield the finished dict of each item; if the caller stops early, cancel the requests still in the pipe.
 
     A finished result is yielded before the next item is requested; with ``newest``, also while waiting for an item.
@@ -33,7 +34,8 @@ def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, re
             if item is _END:
                 break
             if item is not _NOT_YET:
-                waiting.append((item, _submitted(submit, item)))
+                waiting.append((item, Future()))  # NOTE: before it starts, so that an interrupt drops it
+                _start_last(start, waiting)
         while waiting:
             yield _taken(waiting, return_errors)
     finally:
@@ -43,14 +45,16 @@ def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, re
             reader.close()
 
 
-def _submitted(submit: Submit, item: Data) -> Future[Data]:
-    """The future of the item; if the pipe refuses it, a future that holds the error."""
+def _start_last(start: Start, waiting: deque[tuple[Data, Future[Data]]]) -> None:
+    """Start the request that was added last; if that raises, drop it and leave a future that holds the error."""
+    item, future = waiting[-1]
     try:
-        return submit(item)
+        start(item, future)
     except Exception as error:
+        future.cancel()
         refused: Future[Data] = Future()
         refused.set_exception(error)
-        return refused
+        waiting[-1] = item, refused
 
 
 def _taken(waiting: deque[tuple[Data, Future[Data]]], return_errors: bool) -> Data:

@@ -42,7 +42,7 @@ from torchpipe_py.runtime.record.tracing import (
     making_timelines,
 )
 from torchpipe_py.runtime.record.visits import Timeline
-from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
+from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after, ignore_outcome
 from torchpipe_py.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -168,7 +168,13 @@ class pipe:
         ``Overloaded`` is the future's error, too; raises ``PipeClosed`` after ``close``.
         The deadline is checked before each node: no thread watches it while a backend runs.
         """
-        return self._start(data, timeout)[0]
+        future: Future[Given] = Future()
+        try:
+            self._start(data, future, timeout)
+            return future
+        except BaseException:  # a signal handler may raise once they have started
+            future.cancel()
+            raise
 
     def map(
         self, items: Iterable[Data], ahead: int = 16, *, newest: bool = False, return_errors: bool = False
@@ -182,19 +188,24 @@ class pipe:
         """
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1, not {ahead!r}")
-        return in_order(self.submit, items, ahead, newest, return_errors)
+        return in_order(self._start, items, ahead, newest, return_errors)
 
     async def acall(self, data: Given, timeout: float | None = None) -> Given:
         """Await ``submit`` for at most ``timeout`` seconds; returns ``data``. Cancelling drops queued requests."""
-        future, requests = self._start(data, timeout)
+        future: Future[Given] = Future()
         outcome = asyncio.wrap_future(future)
-        if timeout is None:
-            return await outcome
-        timer = asyncio.get_running_loop().call_later(_seconds(timeout), self._expire, requests, timeout)
         try:
-            return await outcome
-        finally:
-            timer.cancel()
+            requests = self._start(data, future, timeout)
+            if timeout is None:
+                return await outcome
+            timer = asyncio.get_running_loop().call_later(_seconds(timeout), self._expire, requests, timeout)
+            try:
+                return await outcome
+            finally:
+                timer.cancel()
+        except BaseException:
+            future.cancel()  # no effect on one that is done
+            raise
 
     def dispatch(
         self, data: Data, on_done: Callable[[Data, BaseException | None], None], timeout: float | None = None
@@ -207,11 +218,17 @@ class pipe:
         """
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
+        runtime = self._runtime
         request = self._request(data, on_done, deadline_after(timeout))
         _drop_outcome(data)
-        runtime = self._runtime
-        runtime.start_requests((request,))
-        return Ticket(runtime, request)
+        ticket = Ticket(runtime, request)
+        try:
+            runtime.start_requests((request,))
+            return ticket
+        except BaseException as error:
+            request.on_done = ignore_outcome
+            ticket.cancel(error)
+            raise
 
     def follow_models(self, changed: Callable[[], object]) -> None:
         """Call ``changed`` after each change of ``models``, which never change here; see ``Pipes``."""
@@ -462,9 +479,12 @@ class pipe:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def _start(self, data: Given, timeout: float | None) -> tuple[Future[Given], Sequence[Request]]:
-        """Start the requests; returns their future and the requests."""
-        future: Future[Given] = Future()
+    def _start(self, data: Given, future: Future[Given], timeout: float | None = None) -> Sequence[Request]:
+        """Start the requests, which settle the future, and return them.
+
+        Cancelling the future drops them, whether they have started or not. So does a caller that gets an exception,
+        which may come when they have started.
+        """
         runtime = self._runtime  # not self: a stored future must not keep the pipe alive
 
         def settle(*last: object) -> None:
@@ -481,12 +501,12 @@ class pipe:
                 runtime.protect(partial(runtime.complete, requests, CancelledError()))
 
         requests = self._requests(data, settle, timeout)
+        future.add_done_callback(drop_if_cancelled)
         if requests:
             runtime.start_requests(requests)
         else:
             settle()
-        future.add_done_callback(drop_if_cancelled)
-        return future, requests
+        return requests
 
     def _expire(self, requests: Sequence[Request], timeout: float) -> None:
         self._runtime.complete(requests, DeadlineExceeded(f"not finished within {timeout} s"))

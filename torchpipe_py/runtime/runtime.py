@@ -363,19 +363,16 @@ class Runtime:
     def start_requests(self, requests: Sequence[Request]) -> None:
         """``submit`` where no signal handler interrupts it; ``Overloaded`` is the outcome of the requests.
 
-        Raises ``PipeClosed`` after ``close``. The main thread does not wait until they are admitted.
+        Raises ``PipeClosed`` after ``close``. The main thread does not wait until they are admitted; after any other
+        exception there, such as one of a signal handler, the caller must complete them.
         """
         if self.inflight.refusal:
             self.inflight.admit(requests)  # raises
         deputy = self.deputy if self._has_handlers else None
         if deputy is None:
             self._submit_or_refuse(requests)
-            return
-        try:
+        else:
             deputy.start(partial(self._submit_or_refuse, requests))
-        except BaseException as error:
-            deputy.start(partial(self.complete, requests, error))
-            raise
 
     def _submit_or_refuse(self, requests: Sequence[Request]) -> None:
         try:
