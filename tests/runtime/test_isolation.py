@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from conftest import Register, encode, picture
 from kit.backends import EchoFour, Gate
+from kit.cells import check_each
 from kit.waits import WAIT, error_of, in_threads, outcome, wait_queued
 
-from torchpipe_py import Backend, BackendError, DecodeError, ItemBackend, Overloaded, pipe
+from torchpipe_py import Backend, BackendError, DecodeError, ItemBackend, Overloaded, PipeClosed, pipe
+from torchpipe_py.errors import NoResult
 
 # -- one pipe ---------------------------------------------------------------------------------------------------------
 
@@ -157,6 +162,54 @@ def test_list_is_admitted_whole_or_not_at_all(register: Register) -> None:
         outcome(first)
         outcome(second)
     assert sorted(data for batch in gate.batches for data in batch) == [1, 2, 5]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_refused_call_leaves_the_dict_unchanged(is_closed: bool, register: Register) -> None:
+    gate = Gate()
+    before = {"data": 2, "result": "old", "error": "old"}
+    calls: dict[str, Callable[[pipe, Data], object]] = {
+        "call": lambda p, data: p(data),
+        "call with a timeout": lambda p, data: p(data, WAIT),
+        "call of a list": lambda p, data: p([data, {"data": 3}]),
+        "submit": lambda p, data: p.submit(data).result(WAIT),
+        "acall": lambda p, data: asyncio.run(p.acall(data)),
+        "map": lambda p, data: next(p.map([data])),
+        "dispatch": dispatched,
+    }
+
+    def check(name: str) -> None:
+        data = dict(before)
+        with pytest.raises(PipeClosed if is_closed else Overloaded):
+            calls[name](p, data)
+        assert data == before
+
+    with pipe({"max_inflight": 1, "a": {"backend": register(gate.backend)}}) as p, gate:
+        held = gate.hold(p, {"data": 1})
+        if is_closed:
+            gate.open()
+            p.close()
+        check_each(calls, check)
+        gate.open()
+        outcome(held)
+
+
+def dispatched(p: pipe, data: Data, timeout: float | None = None) -> Data:
+    outcomes: SimpleQueue[tuple[Data, BaseException | None]] = SimpleQueue()
+    p.dispatch(data, lambda *outcome: outcomes.put(outcome), timeout)
+    data, error = outcomes.get(timeout=WAIT)
+    if error is not None:
+        raise error
+    return data
+
+
+@pytest.mark.parametrize("timeout", [None, WAIT])
+@pytest.mark.parametrize("call", [lambda p, data, timeout: p(data, timeout), dispatched])
+def test_accepted_request_does_not_show_an_earlier_outcome(call: Callable[..., Data], timeout: float | None) -> None:
+    with pipe({"a": {"backend": "Identity", "filter": "break"}}) as p:
+        data = call(p, {"data": 1, "result": "old", "error": "old"}, timeout)
+    assert "result" not in data
+    assert isinstance(data["error"], NoResult)
 
 
 # -- many threads, good and bad images, answers known beforehand ------------------------------------------------------

@@ -20,10 +20,8 @@ from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
 from torchpipe_py.keys import (
     TASK_DATA_KEY,
-    TASK_ERROR_KEY,
     TASK_NODE_NAME_KEY,
     TASK_PRIORITY_KEY,
-    TASK_RESULT_KEY,
 )
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
@@ -220,7 +218,6 @@ class pipe:
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         runtime = self._runtime
         request = self._request(data, on_done, deadline_after(timeout))
-        _drop_outcome(data)
         ticket = Ticket(runtime, request)
         try:
             runtime.start_requests((request,))
@@ -512,20 +509,13 @@ class pipe:
         self._runtime.complete(requests, DeadlineExceeded(f"not finished within {timeout} s"))
 
     def _requests(self, data: Data | Sequence[Data], on_done: OnDone, timeout: float | None) -> Sequence[Request]:
-        """Create the requests; ``on_done`` is called after the last is finished.
-
-        Check all before any starts or any dict changes.
-        """
+        """Create the requests, all before any starts; ``on_done`` is called after the last is finished."""
         deadline = deadline_after(timeout)
         if isinstance(data, dict):
-            requests = [self._request(data, on_done, deadline)]
-        else:
-            items = _checked_list(data)
-            countdown = Countdown(len(items), on_done)
-            requests = [self._request(item, countdown, deadline) for item in items]
-        for request in requests:
-            _drop_outcome(request.data)
-        return requests
+            return [self._request(data, on_done, deadline)]
+        items = _checked_list(data)
+        countdown = Countdown(len(items), on_done)
+        return [self._request(item, countdown, deadline) for item in items]
 
     def _request(self, data: Data, on_done: OnDone, deadline: float | None) -> Request:
         name = data.get(TASK_NODE_NAME_KEY)
@@ -609,12 +599,6 @@ class Ticket:
 def _seconds(timeout: float) -> float:
     """The timeout in seconds, limited to what a wait accepts."""
     return min(max(0.0, float(timeout)), threading.TIMEOUT_MAX)
-
-
-def _drop_outcome(data: Data) -> None:
-    """Remove what an earlier call left, so that no outcome of that one shows as one of this."""
-    data.pop(TASK_RESULT_KEY, None)
-    data.pop(TASK_ERROR_KEY, None)
 
 
 def _checked_list(data: Any) -> list[Data]:
