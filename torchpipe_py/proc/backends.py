@@ -110,7 +110,9 @@ class Process(HandOverBackend):
         with suppress(Exception):  # `forward` gets the same dict, and reports the error
             is_large = self.config.instance_num > 1 and self.is_large(item)
         call = Call(packed, 1, finish, request.deadline, is_large, request.priority)
-        request.linked().on_completed.append(partial(self._pool.abandon, call))
+        links = request.linked()
+        links.has_begun = partial(self._pool.has_begun, call)
+        links.on_completed.append(partial(self._pool.abandon, call))
         self._pool.ask(call)
 
     def keep(self) -> None:
@@ -288,7 +290,9 @@ class Remote(HandOverBackend):
             done(take_outcome(item, sent, outcome) if error is None else error)
 
         call = Call(packed, self._section, finish, request.deadline, priority=request.priority)
-        request.linked().on_completed.append(partial(self._engine.abandon, call))
+        links = request.linked()
+        links.has_begun = partial(self._engine.has_begun, call)
+        links.on_completed.append(partial(self._engine.abandon, call))
         if request.done:  # perhaps before the other process could be notified
             self._engine.abandon(call)
         else:

@@ -128,6 +128,11 @@ class Pool:
             link.abandon(slot, number)
             link.other.ring()
 
+    def has_begun(self, call: Call) -> bool:
+        """Whether another process works on the call, or has it in its own queue; a momentary answer."""
+        with self._lock:
+            return call not in self._queue_of(call)
+
     def is_waiting(self) -> bool:
         """Whether a call waits for a link."""
         return any(self._queues)

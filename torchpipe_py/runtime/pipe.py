@@ -583,9 +583,11 @@ class Ticket:
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits in the pipe, and no instance has it; a momentary answer."""
-        # NOTE: in this order, or a request that ends in between counts as queued.
-        return not (self.is_running or self.is_over)
+        """Whether it waits for an instance, here or in another process; a momentary answer."""
+        request, links = self._request, self._request.links
+        if links is not None and links.has_begun is not None:
+            return not (links.has_begun() or request.done)
+        return not request.done and any(node.is_waiting(request) for node in self._runtime.nodes.values())
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``, or because its client left; drops it if it is queued.
