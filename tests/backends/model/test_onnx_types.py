@@ -122,9 +122,9 @@ def test_refuses_postprocessor_of_numbers_for_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (tensor("x", TensorProto.COMPLEX64, ["n", 2]), "input 'x' has elements of ONNX's type 14; supported: float32,"),
-        (tensor("x", TensorProto.FLOAT8E4M3FN, ["n", 2]), "input 'x' has elements of ONNX's type 17"),
-        (helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None), "input 'x' is not a tensor"),
+        (tensor("x", TensorProto.COMPLEX64, ["n", 2]), "input 'x' has elements of type complex64; supported: float32,"),
+        (tensor("x", TensorProto.FLOAT8E4M3FN, ["n", 2]), "input 'x' has elements of type float8e4m3fn;"),
+        (helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None), "input 'x' is a sequence, not a tensor"),
         (tensor("x", TensorProto.FLOAT, []), "input 'x' is a scalar; one without a batch needs max = 1"),
     ],
 )

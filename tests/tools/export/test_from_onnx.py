@@ -8,10 +8,11 @@ from typing import Any
 
 import cv2
 import numpy as np
+import onnx
 import pytest
 from kit.detectors import constant_model
 from kit.model_kinds import KINDS, LABELS, Graph
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from torchpipe_py import parse_toml, pipe
 from torchpipe_py.cli import main
@@ -218,7 +219,7 @@ def test_requests_run_alone_where_batches_fail(folder: Path, capsys: Any) -> Non
     rows = graph.head("x", 10)
     graph.add("Sub", rows, graph.add("ReduceMean", rows, axes=[0], keepdims=1), output="logits")
     graph.save(folder / "m.onnx", {"x": (FLOAT, ["n", 3, 32, 32])}, {"logits": (FLOAT, ["n", 10])})
-    assert "max = 1, since batches fail" in exported(capsys, "m.onnx")
+    assert "max = 1, since batches fail: node 'model'" in exported(capsys, "m.onnx")
     assert model_of("m.toml")["max"] == 1
 
 
@@ -247,6 +248,12 @@ def test_refuses_files_that_are_not_models_and_keeps_existing_ones(folder: Path,
     assert "none.onnx: no such file" in refused(capsys, "none.onnx")
     (folder / "text.onnx").write_text("hello", encoding="utf-8")
     assert "text.onnx: ONNX Runtime cannot load it" in refused(capsys, "text.onnx")
+    ends = [[helper.make_tensor_value_info(name, FLOAT, ["n", 3])] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Odd", ["x"], ["y"], domain="acme")], "g", *ends)
+    for version, said in ((10, "acme:Odd(-1) is not a registered function/op"), (99, "model IR version: 99")):
+        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("acme", 1)], ir_version=version)
+        onnx.save(made, folder / "odd.onnx")
+        assert said in refused(capsys, "odd.onnx")
     constant_model(folder / "m.onnx", {"logits": np.ones((1, 10))})
     (folder / "m.toml").write_text("# mine\n", encoding="utf-8")
     assert "m.toml: there already; --force replaces" in refused(capsys, "m.onnx")

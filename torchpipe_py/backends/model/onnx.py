@@ -27,7 +27,7 @@ from torchpipe_py.backends.model.onnx_graph import (
     NO_SHAPE,
     SCALAR,
     keep_telemetry_off,
-    missing_weights,
+    load_problem,
     model_bytes,
     not_onnx,
     scalar_tensors,
@@ -240,10 +240,10 @@ class OnnxTensor(ModelBackend):
         except ConfigError:
             raise
         except Exception as error:
-            is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
             safe_error = self.file.without_words(error)
-            reason = missing_weights(self.file) or (self.file.kind() if is_no_model else "") or safe_error
-            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {reason}") from safe_error
+            raise ConfigError(
+                f"model {self.model}: ONNX Runtime cannot load it: {load_problem(self.file, error)}"
+            ) from safe_error
         missing = [name for name in names if name not in session.get_providers()]
         if missing and self.providers:
             raise BackendUnavailable(f"{missing[0]} is installed, but ONNX Runtime cannot start it here")

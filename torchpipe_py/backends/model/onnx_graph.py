@@ -165,6 +165,19 @@ def _serialised(file: ModelFile, model: Any) -> bytes:
         raise ConfigError(f"model {file.path}: {why}") from error
 
 
+_SOURCE = re.compile(r"[^\s:]*\.(?:cc|h):\d+ [\w:<>*&~ ]+\([^()]*\) ?")
+"""Where in ONNX Runtime's source an error comes from."""
+
+
+def load_problem(file: ModelFile, error: Exception) -> str:
+    """Why ONNX Runtime cannot load the file: what it is instead, or ONNX Runtime's words."""
+    if problem := missing_weights(file):
+        return problem
+    is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
+    kind = file.kind() if is_no_model else ""
+    return kind or " ".join(_SOURCE.sub(" ", str(file.without_words(error))).split())
+
+
 def missing_weights(file: ModelFile) -> str:
     """The problem if external weights of a plain model are missing; else an empty string."""
     import onnx
@@ -334,13 +347,21 @@ ELEMENT_TYPES = {
     **{9: "bool", 10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 16: "bfloat16"},
 }
 """Our names of ``onnx.TensorProto``'s types of elements that requests and answers may have."""
+_OTHER_TYPES = {
+    14: "complex64", 15: "complex128", 17: "float8e4m3fn", 18: "float8e4m3fnuz", 19: "float8e5m2", 20: "float8e5m2fnuz",
+    21: "uint4", 22: "int4", 23: "float4e2m1", 24: "float8e8m0", 25: "uint2", 26: "int2", 27: "float6e2m3",
+    28: "float6e3m2",
+}  # fmt: skip
+"""ONNX's names of other types."""
 
 
 def _element_type(number: int) -> str:
     """Our name of a type of elements, or a description of one that no request can have."""
-    return ELEMENT_TYPES.get(number, f"elements of type {number}")
+    return ELEMENT_TYPES.get(number, f"elements of type {_OTHER_TYPES.get(number, number)}")
 
 
+_OTHER_KINDS = {4: "a sequence", 5: "a map", 8: "a sparse tensor", 9: "optional"}
+"""Kinds of values other than tensors, by the fields of a ``TypeProto``."""
 NO_SHAPE = "has no declared shape; expected a batch dimension"
 SCALAR = "is a scalar; one without a batch needs max = 1, and a postprocessor that leaves outputs whole"
 """Problems of an input."""
@@ -459,12 +480,13 @@ def _unserved(
     (declared,) = types
     tensors = _fields(content, declared)[_TENSOR_TYPE]
     if not tensors:
-        yield f"{what} {name!r} is not a tensor"
+        kind = next((kind for field, kind in _OTHER_KINDS.items() if field in _fields(content, declared)), "")
+        yield f"{what} {name!r} is {kind and f'{kind}, '}not a tensor"
         return
     inner = _fields(content, tensors[-1])
     (number,) = [varint(content, start)[0] for start, _ in inner[_ELEMENT_TYPE]] or [0]
     if number and number not in ELEMENT_TYPES:
-        yield f"{what} {name!r} has elements of ONNX's type {number}; supported: {', '.join(ELEMENT_TYPES.values())}"
+        yield f"{what} {name!r} has {_element_type(number)}; supported: {', '.join(ELEMENT_TYPES.values())}"
     shapes = inner[_SHAPE]
     if what == "input" and name not in constants:
         if not shapes:

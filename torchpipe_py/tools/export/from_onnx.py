@@ -369,13 +369,20 @@ def _write_and_try(made: Made, temporary: Files, files: Files, model: OnnxModel)
     if problem and "min" not in made.node and made.node["max"] != 1:
         made.node.pop("batching_timeout", None)
         made.node["max"] = 1
-        made.reading.notes.append(f"max = 1, since batches fail: {first_line(problem)}")
+        made.reading.notes.append(f"max = 1, since batches fail: {_reason(problem, temporary)}")
         made.assumed = [_batch(made.node) if each.key == "max" else each for each in made.assumed]
         _write(made, temporary, files, model)
         answer, problem = _try(made, temporary, model)
     if problem:
-        raise ToolError(f"{model.path}: does not run as it was read, {made.reading.kind}: {first_line(problem)}")
+        raise ToolError(
+            f"{model.path}: does not run as it was read, {made.reading.kind}: {_reason(problem, temporary)}"
+        )
     return answer
+
+
+def _reason(problem: BaseException, temporary: Files) -> str:
+    """Why the trial failed, without the path of its TOML, which is not kept."""
+    return first_line(problem).removeprefix(f"{temporary.toml}: ")
 
 
 def _try(made: Made, temporary: Files, model: OnnxModel) -> tuple[str, BaseException | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.backends.model.onnx_graph import ELEMENT_TYPES, missing_weights
+from torchpipe_py.backends.model.onnx_graph import ELEMENT_TYPES, load_problem, missing_weights
 from torchpipe_py.backends.signature import BYTES, TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.tools.export.onnx_file import one_line, open_session
@@ -61,7 +61,7 @@ class OnnxModel:
             self._session = open_session(path)
             self._graph = onnx.load(path, load_external_data=False).graph
         except Exception as error:
-            raise ToolError(f"{path}: ONNX Runtime cannot load it: {file.kind() or one_line(error)}") from error
+            raise ToolError(f"{path}: ONNX Runtime cannot load it: {load_problem(file, error)}") from error
         self.inputs = tuple(map(_spec, self._session.get_inputs()))
         self.outputs = tuple(map(_spec, self._session.get_outputs()))
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
