@@ -134,6 +134,7 @@ def test_call_that_cannot_be_written_fails_and_makes_room(monkeypatch: pytest.Mo
     monkeypatch.setattr(Link, "ask", ask_late)
     too_large = a.ask(values={"data": np.zeros(2 * ROOM.slot_bytes, np.uint8)})
     assert isinstance(a.outcomes[too_large][0], TooLargeError)
+    assert a.outcomes[too_large][0].code == "too_large"
     a.ends[0].answer()
     a.take()
     assert a.outcomes[waiting[0]] == ["done"]

@@ -87,6 +87,8 @@ class Header(NamedTuple):
 class TooLargeError(InvalidRequest):
     """A message that does not fit into a slot."""
 
+    code = "too_large"
+
 
 class GarbledError(ValueError):
     """The other side has written invalid data."""
