@@ -95,6 +95,12 @@ WRONG = {
     "2000 dimensions": tensor("FP32", [1] * 2_000, [b"1234"]),
     "shape [1, 3] does not fit 2 numbers": tensor("FP32", (1, 3), contents={"fp32_contents": [1, 2]}),
     "int8 has -128..127": tensor("INT8", (1, 1), contents={"int_contents": [999]}),
+    "UINT8 is read from uint_contents, and the contents have int_contents": tensor(
+        "UINT8", (1, 1), contents={"int_contents": [1]}
+    ),
+    "FP64 is read from fp64_contents, and the contents have fp32_contents": tensor(
+        "FP64", (1, 1), contents={"fp64_contents": [1], "fp32_contents": [1]}
+    ),
     "sent as raw_input_contents": tensor("FP16", (1, 1), contents={"fp32_contents": [1]}),
     "5002 numbers up to int_contents; the limit is 2048": tensor(
         "INT32", (1, 5000), contents={"int_contents": [1] * 5000}

@@ -244,6 +244,11 @@ class OipRpcs:
             if given.datatype in DATATYPES:
                 raise InvalidRequest(f"{where}{given.datatype} is sent as raw_input_contents")
             return []
+        for other, _ in given.contents.ListFields():
+            if other.name != field:
+                raise InvalidRequest(
+                    f"{where}{given.datatype} is read from {field}, and the contents have {other.name}"
+                )
         elements = getattr(given.contents, field)
         most, name = self._limits.text.bytes // 2, self._limits.text.name
         if len(elements) > most:
