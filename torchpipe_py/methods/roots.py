@@ -61,8 +61,9 @@ class Root:
         own = [name for name in self.names if name in given]
         if own in ([], [TASK_DATA_KEY]):
             if TASK_DATA_KEY not in given:
-                other = next(iter(given), "")
-                raise self._unknown(other, self._own())
+                if not given:
+                    raise InvalidRequest("the request has no inputs")
+                raise self._unknown(next(iter(given)), self._own())
             if len(given) > 1:
                 self._check(given, (TASK_DATA_KEY, *wanted))
             return given
