@@ -48,6 +48,20 @@ def test_takes_tables_whole_beside_an_input_with_a_batch(tmp_path: Path, batch: 
     refused(onnx_node(path), "input 'x' has a fixed batch of 3")
 
 
+def test_says_that_a_table_may_have_no_batch(tmp_path: Path) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "camera"], ["y"])]
+    path = save_model(tmp_path / "m.onnx", nodes, {"x": ["n", 3], "camera": [3, 3]}, {"y": ["n", 3]})
+    refused(onnx_node(path, max=8), "input 'camera' has a fixed batch of 3, .*; if it has no batch, .* with max = 1$")
+
+
+def test_says_that_a_request_has_one_item(tmp_path: Path) -> None:
+    """As points P×3 are, whose first dimension would be the batch."""
+    path = save_model(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], {"x": ["p", 3]}, {"y": ["p", 3]})
+    error = answer(onnx_node(path), np.ones((5, 3), np.float32))["error"]
+    assert isinstance(error, InvalidRequest)
+    assert "input 'x' takes 1x3, got 5x3; the first dimension counts items, and a request has one" in str(error)
+
+
 def test_refuses_another_length_and_says_the_inputs(scaled: str) -> None:
     data = {"x": np.ones((1, 4), np.float32), "size": np.float32([1, 2, 3]), "shift": 0.5}
     error = answer(onnx_node(scaled), data)["error"]

@@ -189,6 +189,8 @@ def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int
         fixed = spec.dims[0] if spec.dims else None
         if fixed is not None and not least == most == fixed:
             settings = "max = 1" if least == fixed == 1 else f"min = {fixed} and max = {fixed}"
+            if most > 1 and fixed > 1 and any(other.dims and other.dims[0] != fixed for other in inputs):
+                settings += "; if it has no batch, OnnxTensor takes it whole with max = 1"
             raise ConfigError(
                 f"model {model}: input {spec.name!r} has a fixed batch of {fixed}, but the range is {least}..{most}; "
                 f"export it with a dynamic batch, or set {settings}"

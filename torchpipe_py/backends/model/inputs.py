@@ -139,6 +139,8 @@ def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int]) -> str:
     turned = (*shape[:-3], shape[-1], *shape[-3:-1]) if len(shape) >= 3 else ()
     is_turned = bool(turned) and bool(dims) and fits(turned[-len(dims) :], dims)
     hint = "; Mat2Tensor makes such a Tensor of H×W×C" if is_turned else ""
+    if not hint and shape and shape[0] > 1 and fits(tuple(shape[1:]), dims):
+        hint = "; the first dimension counts items, and a request has one"
     return f"input {name!r} takes {shown_dims((1, *dims))}, got {shown_dims(shape)}{hint}"
 
 
