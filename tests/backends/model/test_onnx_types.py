@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from kit.models import one_node, onnx_node, refused
+from kit.models import answer, one_node, onnx_node, refused
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import InvalidRequest, pipe
@@ -117,6 +117,19 @@ def test_refuses_what_is_no_text(texts: str, value: Any, said: str) -> None:
 def test_refuses_postprocessor_of_numbers_for_texts(tmp_path: Path) -> None:
     texts = one_node(tmp_path / "texts.onnx", ["n", 3], dtype=TensorProto.STRING)
     refused(onnx_node(texts, postprocessor="SoftmaxMax"), "SoftmaxMax takes numbers, and output 'y' has texts")
+
+
+def test_refuses_model_without_inputs(tmp_path: Path) -> None:
+    constant = helper.make_node("Constant", [], ["y"], value_floats=[1.0, 2.0])
+    model = save(tmp_path / "constant.onnx", constant, [], [tensor("y", TensorProto.FLOAT, [2])])
+    refused(onnx_node(model), "constant.onnx: it has no input for a request's data")
+
+
+@pytest.mark.parametrize("value", [torch.ones(1, 3).to_sparse(), torch.ones(1, 3, device="meta")])
+def test_refuses_tensors_without_an_array(tmp_path: Path, value: torch.Tensor) -> None:
+    error = answer(onnx_node(one_node(tmp_path / "m.onnx", ["n", 3])), value)["error"]
+    assert isinstance(error, InvalidRequest)
+    assert "input 'x': " in str(error)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torchpipe_py.backends.arrays import is_foreign, to_tensor
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image.mat import UINT8
 from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
-from torchpipe_py.errors import InvalidRequest, counted, nearest, shown
+from torchpipe_py.errors import InvalidRequest, counted, first_line, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY
 
 
@@ -196,6 +196,8 @@ def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
         return to_numpy(_adopted(value))
     except AttributeError:
         raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None
+    except (TypeError, NotImplementedError) as error:  # a sparse tensor, or one without data
+        raise InvalidRequest(f"input {name!r}: {first_line(error)}") from None
 
 
 def to_numpy(tensor: Any) -> np.ndarray:

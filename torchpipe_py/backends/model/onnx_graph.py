@@ -463,6 +463,8 @@ def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
             (graph,) = _fields(content, (0, len(content)))[_GRAPH]
             fields = _fields(content, graph)
             constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
+            if not fields[_INPUT]:
+                yield "it has no input for a request's data"
             for what, number in (("input", _INPUT), ("output", _OUTPUT)):
                 for span in fields[number]:
                     yield from _unserved(content, what, span, constants, takes_scalars)
