@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchpipe_py import InvalidRequest, Signature, TensorSpec, pipe
+from torchpipe_py import InvalidRequest, Signature, TensorSpec, UnknownNode, pipe
 from torchpipe_py.methods.roots import Root, Roots
 
 A, B, DATA = (TensorSpec(name, (None, 2), "float32") for name in ("a", "b", "data"))
@@ -108,6 +108,19 @@ def test_keys_read_are_those_of_built_in_backends(restored: Any, config: Any, ex
     with pipe(config) as run:
         keys = run.keys_read()
         assert (keys if expected is None else keys - {"data"}) == (expected and expected - {"data"})
+
+
+def test_only_root_has_the_name_of_the_file_too() -> None:
+    with pipe({"a": {"backend": "Identity"}}) as run:
+        roots = Roots(run, "demo")
+        for name in ("demo", "demo/1"):
+            assert roots.item({"data": 1}, name, None, ())[1] == {"data": 1}
+            assert roots.find(name) is roots.find(None)
+            assert roots.model_of(name) == "demo/1"
+        with pytest.raises(UnknownNode):
+            roots.item({"data": 1}, "demo/2", None, ())
+    with pipe({"a": {"backend": "Identity"}, "b": {"backend": "Identity"}}) as run, pytest.raises(UnknownNode):
+        Roots(run, "demo").item({"data": 1}, "demo", None, ())
 
 
 def test_input_node_name_names_one_of_several_roots() -> None:

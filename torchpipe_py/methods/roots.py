@@ -133,7 +133,7 @@ class Roots:
 
     def find(self, node_name: str | None) -> Root:
         """The root. Raises ``UnknownNode`` for an unknown one, or several and none is named."""
-        roots = self._roots
+        node_name, roots = self._renamed(node_name), self._roots
         root = roots.get(node_name)
         if root is None:
             root = roots[node_name] = root_of(self._pipe, node_name, self._stem)
@@ -141,6 +141,7 @@ class Roots:
 
     def model_of(self, node_name: str | None) -> str:
         """``NAME/VERSION`` of the model that a request with this ``node_name`` enters; empty if there is none."""
+        node_name = self._renamed(node_name)
         known = self._pipe.only_root if node_name is None else self._pipe.roots.get(node_name)
         # NOTE: `find` would look for a name like an unknown one, which takes long.
         return "" if known is None else self.find(node_name).model
@@ -175,7 +176,14 @@ class Roots:
         if node_name is None and self._pipe.only_root is None:
             named = given.get(TASK_NODE_NAME_KEY)
             return named if isinstance(named, str) else None
-        return node_name
+        return self._renamed(node_name)
+
+    def _renamed(self, node_name: str | None) -> str | None:
+        """``None``, which is the only root, for the name that a file's only model has; other names as they are."""
+        if node_name is None or node_name in self._pipe.roots:
+            return node_name
+        is_stem = node_name in (self._stem, f"{self._stem}/{FIRST_VERSION}")
+        return None if is_stem and self._pipe.only_root is not None and is_file(self._pipe) else node_name
 
 
 def root_of(run: pipe, node_name: str | None, stem: str) -> Root:
