@@ -44,7 +44,7 @@ def test_own_names_become_data_and_others_keys(inputs: Any, given: Any, expected
         ([A], None, {"a": 1, "data": 2}, "both 'data', which is the whole input, and its part 'a'"),
         ([A], {"max_box"}, {"a": 1, "Max-Dets": 2}, "unknown input 'Max-Dets'; did you mean the parameter 'max_det'?"),
         ([A], set(), {"max_det": 2}, "unknown input 'max_det'; did you mean the parameter 'max_det'?"),
-        ([A], set(), {}, "the request has no inputs"),
+        ([A], set(), {}, "the request has no inputs; valid: a"),
     ],
 )
 def test_refuses_input_that_nothing_reads(inputs: Any, reads: Any, given: Any, said: str) -> None:

@@ -62,7 +62,7 @@ class Root:
         if own in ([], [TASK_DATA_KEY]):
             if TASK_DATA_KEY not in given:
                 if not given:
-                    raise InvalidRequest("the request has no inputs")
+                    raise InvalidRequest(f"the request has no inputs; {nearest('', self._own())}")
                 raise self._unknown(next(iter(given)), self._own())
             if len(given) > 1:
                 self._check(given, (TASK_DATA_KEY, *wanted))
