@@ -285,7 +285,7 @@ def _activation(count: int, labels: int) -> str:
     if count == labels or (not labels and count in (80, 91)):
         return "sigmoid"
     known = f"there are {labels} labels" if labels else "there are no labels"
-    raise ConfigError(f'{count} logits for each box, and {known}: set activation = "softmax" or "sigmoid"')
+    raise ConfigError(f'reads {count} logits for each box, and {known}: set activation = "softmax" or "sigmoid"')
 
 
 class Listed(Layout):
