@@ -253,6 +253,16 @@ def test_same_content_is_computed_once(here: Path) -> None:
     assert {rows[f"files/{name}.jpg"]["code"] for name in "ef"} == {"backend_error"}
 
 
+@pytest.mark.parametrize("odd", ["\r", "\n", "\r\n", '"', ","])
+def test_csv_has_a_row_for_each_line_whatever_the_texts(odd: str, tmp_path: Path) -> None:
+    rows = [{"path": f"{odd}a{odd}b", "result": odd}, {"path": "c", "result": 1}]
+    write_table("csv", lambda: (json.dumps(row).encode() for row in rows), tmp_path / "out.csv")
+    with open(tmp_path / "out.csv", newline="", encoding="utf-8") as file:
+        read = list(csv.reader(file))
+    assert read[0] == ["path", "result", "error", "code"]
+    assert read[1:] == [[f"{odd}a{odd}b", odd, "", ""], ["c", "1", "", ""]]
+
+
 def test_file_that_kills_its_worker_fails_alone(here: Path) -> None:
     texts = {f"f{number:02}": "x" * number for number in range(1, 20)}
     write_files(here / "files", **texts, f10a="poison")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,11 +104,17 @@ def _write_csv(lines: Lines, path: Path) -> None:
     """Values that are not texts or numbers are JSON; a member that a line lacks is empty."""
     columns = columns_of(lines())
     with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
+        file.write(_row(columns))
         for line in lines():
             members = json.loads(line)
-            writer.writerow([_cell(members.get(name)) for name in columns])
+            file.write(_row(_cell(members.get(name)) for name in columns))
+
+
+def _row(cells: Iterable[Any]) -> str:
+    """A row that ends in ``\\n``; before Python 3.13, ``csv`` quotes a ``\\r`` in a text only if rows end in one."""
+    row = io.StringIO()
+    csv.writer(row, lineterminator="\r\n").writerow(cells)
+    return row.getvalue()[:-2] + "\n"
 
 
 def _cell(value: Any) -> Any:
