@@ -37,6 +37,7 @@ if __name__ == "__main__":
         print([tuple(images.shape) for images, _ in loader])
     assert "PYTHONSAFEPATH" not in os.environ
 """
+TOOL = "import sys; from torchpipe_py.cli import main; sys.exit(main())"
 SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot be told for what it spawns")
 
 
@@ -82,6 +83,17 @@ def ends_well(process: subprocess.Popen[str]) -> str:
         finally:
             process.kill()
     return line
+
+
+def test_tools_in_a_deleted_working_directory_give_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    command = f"cd here; rmdir ../here; exec {sys.executable} -c '{TOOL}' check no.toml"
+    ended = run("bash", "-c", command, cwd=tmp_path, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "torchpipe: the working directory was deleted: relative paths are now of /",
+        "torchpipe: no.toml: no such file (working directory: /)",
+    ]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, TorchpipeError, counted
+from torchpipe_py.files import leave_deleted_folder
 from torchpipe_py.idl import idl_path, proto_path
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.folder import NO_MODEL, find_models, parse_folder
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: a path may not be valid UTF-8
     arguments = sys.argv[1:] if argv is None else argv
+    if leave_deleted_folder():
+        print("torchpipe: the working directory was deleted: relative paths are now of /", file=sys.stderr)
     if arguments[:1] == ["serve"]:  # it parses its own options, and is a process that has imported little
         os.execv(sys.executable, [sys.executable, "-m", "torchpipe_server", *arguments[1:]])
     load.set_defaults(run=lambda _: _tool("tools.load.run", "main")(arguments[1:]))

@@ -44,6 +44,16 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     return content
 
 
+def leave_deleted_folder() -> bool:
+    """Go to ``/`` if the working directory was deleted: there is no absolute path in one. Returns whether it was."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+        return True
+    return False
+
+
 class FileContent:
     """Bytes of an open file by slices, fewer than asked for where it ends. ``ValueError`` for an empty file.
 

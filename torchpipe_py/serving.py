@@ -22,6 +22,7 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.certificate import CertifiedTables, is_same_certificate, read_certified
 from torchpipe_py.cores import NVIDIA, limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
+from torchpipe_py.files import leave_deleted_folder
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.call import UNREAD, Call, CallState, call_from_any_thread
@@ -203,6 +204,7 @@ __all__ = [
     "joined_fields",
     "json_answer",
     "keep_freed_memory",
+    "leave_deleted_folder",
     "limit_threads",
     "limited_ms",
     "list_models",

@@ -54,9 +54,10 @@ def _serve(options: Options) -> int:
     # NOTE: import these under the signal handler, because it takes a moment.
     import torchpipe_py
     from torchpipe_py.serving import load_idl, used_backends
-    from torchpipe_server.supervisor.forker import prepare_fork_server
+    from torchpipe_server.supervisor.forker import look_at_working_directory, prepare_fork_server
     from torchpipe_server.supervisor.supervisor import Supervisor
 
+    look_at_working_directory()
     # Allow as many open files as the system does: each connection is one.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))

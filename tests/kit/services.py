@@ -245,6 +245,7 @@ class Process:
         env: dict[str, str] | None = None,
         stderr: int = subprocess.PIPE,
         files: int = 0,
+        cwd: Path = ROOT,
     ) -> None:
         if not any(arg.startswith("--workers") for arg in args):
             args = ("--workers", "1", *args)
@@ -255,7 +256,7 @@ class Process:
             command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from conftest import Register
@@ -28,8 +30,10 @@ from kit.services import DEMO, LocalServer, SteeredProcess, reserved_port, servi
 from kit.waits import WAIT, eventually
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
+from torchpipe_server.supervisor.forker import prepare_fork_server
 
 import torchpipe_py.serving
+from torchpipe_py import ConfigError
 
 
 def is_refused(port: int) -> bool:
@@ -177,6 +181,31 @@ def test_invalid_command_line_ends_with_one_line(places, name, capfd, monkeypatc
     assert out == ""
     assert word.format(**places) in lines[-1]
     assert code == 2 or len(lines) == 1
+
+
+LONG = "/tmp/" + 100 * "a"
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (
+            mock.Mock(return_value=LONG),
+            f"{LONG}: too long for the socket between processes: set TMPDIR to a shorter path",
+        ),
+        (
+            mock.Mock(side_effect=FileNotFoundError("No usable temporary directory")),
+            "the socket between processes needs a folder to write to: set TMPDIR (No usable temporary directory)",
+        ),
+    ],
+)
+def test_socket_between_processes_without_a_folder_ends_the_start(
+    folder: mock.Mock, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", folder)
+    with pytest.raises(ConfigError) as caught:
+        prepare_fork_server([])
+    assert str(caught.value) == reason
 
 
 # -- stopping, in this process --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torchpipe_server.supervisor import messages
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
-from torchpipe_server.supervisor.forker import Forked, Forker
+from torchpipe_server.supervisor.forker import Forked, Forker, look_at_working_directory
 from torchpipe_server.supervisor.generation import RETRY_MS, START_ATTEMPTS, Change, Changes, Generation, WorkerSlot
 from torchpipe_server.supervisor.model_change import ModelChange
 from torchpipe_server.supervisor.monitoring import figures
@@ -405,11 +405,12 @@ class Fleet:
         self._changes.done = change.done
         if not change.model:
             logger.info("reloading %s", self._options.config)
+        look_at_working_directory()
         try:
             tables = change.load()
             if isinstance(tables, Folder):
                 self._refuse_losses(tables)
-        except TorchpipeError as error:
+        except (TorchpipeError, OSError) as error:
             self._give_up_reload(str(error))
             return
         if change.model and self.generation.changes_alone(tables, change.model, self._options):

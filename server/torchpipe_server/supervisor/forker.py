@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -15,12 +16,16 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
-from torchpipe_py.serving import ChildProcess, Joined, call_from_any_thread
+from torchpipe_py import ConfigError
+from torchpipe_py.serving import ChildProcess, Joined, call_from_any_thread, leave_deleted_folder
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.options import Options
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import EngineProcess, Start, Worker, run_process
+
+_MOST_FOLDER_BYTES = 107 - len("/listener-12345678")  # of a Unix socket's path
+logger = logging.getLogger("torchpipe_server")
 
 Role = Literal["worker", "engine process"]
 
@@ -31,11 +36,12 @@ def prepare_fork_server(libraries: Sequence[str]) -> None:
     """Set what the fork server imports besides ``worker.preload``, and what it inherits; before the first fork.
 
     It inherits the environment, from which ``worker.preload`` removes what is meant for it alone.
+    Raises ``ConfigError`` if there is no folder for its socket.
     """
+    os.environ["TORCHPIPE_FORK_FOLDER"] = _socket_folder()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchpipe_server.worker.preload", *libraries])
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool is unused, and would exist before the fork
-    os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()
     # Python starts it by `python -c`, which prefers modules of the working directory.
     if sys.version_info >= (3, 11):
         os.environ.setdefault("PYTHONSAFEPATH", "torchpipe-serve")
@@ -44,6 +50,22 @@ def prepare_fork_server(libraries: Sequence[str]) -> None:
         os.chdir(os.path.dirname(os.__file__))
         forkserver.ensure_running()
         os.chdir(here)
+
+
+def _socket_folder() -> str:
+    try:
+        folder: str = multiprocessing.util.get_temp_dir()
+    except OSError as error:
+        raise ConfigError(f"the socket between processes needs a folder to write to: set TMPDIR ({error})") from None
+    if len(os.fsencode(folder)) > _MOST_FOLDER_BYTES:
+        raise ConfigError(f"{folder}: too long for the socket between processes: set TMPDIR to a shorter path")
+    return folder
+
+
+def look_at_working_directory() -> None:
+    """Leave a working directory that was deleted, in which no process can be started and no file be read."""
+    if leave_deleted_folder():
+        logger.warning("the working directory was deleted: relative paths are now of /")
 
 
 class Forked(NamedTuple):
@@ -120,6 +142,7 @@ class Forker:
         self._done(slot, forked)
 
     def _start_process(self, role: Role, index: int, tables: Any) -> Forked:
+        look_at_working_directory()
         ours, theirs = socket.socketpair()
         read_end, write_end = multiprocessing.Pipe(duplex=False)
         heartbeat = Heartbeat()

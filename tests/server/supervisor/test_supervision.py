@@ -12,7 +12,7 @@ import psutil
 import pytest
 from chaos.clients import Answer, Load
 from kit.clients import FRAMINGS, IDL, Client, HttpClient, is_answered, on_its_way
-from kit.monitored import SteeredService
+from kit.monitored import Monitored, SteeredService
 from kit.services import LocalServer
 from kit.waits import eventually, is_alive
 from thriftpy2.thrift import TApplicationException
@@ -48,6 +48,25 @@ def test_workers_start_after_the_fork_server_has_died(tmp_path: Path) -> None:
         os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
         os.kill(worker, signal.SIGKILL)
         eventually(lambda: is_answered(client), "no worker comes back")
+        service.signal()
+        assert service.wait() == 0, service.stderr
+
+
+def test_workers_start_and_reload_after_the_working_directory_was_deleted(tmp_path: Path) -> None:
+    config, here = tmp_path / "my.toml", tmp_path / "here"
+    config.write_text('[node]\nbackend = "Identity"\n')
+    here.mkdir()
+    with Monitored(config=str(config), cwd=here) as service, Client(service.wait_started().port) as client:
+        (worker,) = service.workers
+        here.rmdir()
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: is_answered(client), "no worker comes back")
+        assert "the working directory was deleted: relative paths are now of /" in service.stderr
+        service.signal(signal.SIGHUP)
+        eventually(lambda: "reloaded" in service.stderr, "it does not reload")
+        config.unlink()
+        service.signal(signal.SIGHUP)
+        eventually(lambda: "my.toml: no such file (working directory: /)" in service.stderr, "no reason is given")
         service.signal()
         assert service.wait() == 0, service.stderr
 
