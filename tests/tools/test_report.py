@@ -47,6 +47,36 @@ def test_replaced_file_stays_a_link_and_keeps_its_permissions(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("command", "flag", "name"),
+    [
+        ("parity a.toml b.toml --img_dir images", "json", "a.toml"),
+        ("parity a.toml b.toml --img_dir images", "html", "b.toml"),
+        ("parity a.toml b.toml --img_dir images --model m.toml", "json", "m.toml"),
+        ("parity a.toml --against net.py:predict --img_dir images", "json", "net.py"),
+        ("watch a.toml --streams cameras.toml", "out", "a.toml"),
+        ("watch a.toml --streams cameras.toml", "out", "cameras.toml"),
+        ("bench a.toml --img_dir images", "json", "a.toml"),
+        ("load --img_dir images --replay times.txt", "csv", "times.txt"),
+        ("tune a.toml --img_dir images --replay times.txt", "html", "times.txt"),
+    ],
+)
+def test_no_report_replaces_a_file_that_the_tool_reads(
+    command: str,
+    flag: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("a.toml", "b.toml", "m.toml", "net.py", "cameras.toml", "times.txt"):
+        (tmp_path / file).write_text("0", encoding="utf-8")
+    assert main([*command.split(), f"--{flag}", f"./{name}"]) in (1, 2)
+    assert f": --{flag} {name}: would replace the input {name}" in capfd.readouterr().err
+    assert (tmp_path / name).read_text(encoding="utf-8") == "0"
+
+
+@pytest.mark.parametrize(
     "axis",
     [
         linear_axis("x", 0, 0, least_step=1),

@@ -46,12 +46,14 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def check_outputs(files: Mapping[str, Path | None], source: Path | None = None) -> None:
-    """``ToolError`` if two options, by their names, would write one file, or one would replace ``source``."""
+def check_outputs(files: Mapping[str, Path | None], sources: Iterable[str | Path | None] = ()) -> None:
+    """``ToolError`` if two options, by their names, would write one file, or one would replace one of ``sources``."""
     flags: dict[str, str] = {}
+    inputs = [Path(source) for source in sources if source is not None]
     for flag, path in files.items():
-        if path is not None and source is not None and path.exists() and source.exists() and path.samefile(source):
-            raise ToolError(f"--{flag} {path}: would replace the input {source}")
+        for source in inputs:
+            if path is not None and path.is_file() and source.exists() and path.samefile(source):
+                raise ToolError(f"--{flag} {path}: would replace the input {source}")
         if path is not None and (path.is_file() or not path.exists()):  # not a device
             other = flags.setdefault(os.path.realpath(path), flag)
             if other != flag:

@@ -14,13 +14,14 @@ from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
-from torchpipe_py.tools.report import ToolError, aligned, printable
+from torchpipe_py.tools.report import ToolError, aligned, check_outputs, printable
 
 REPORT_SECONDS = 5.0
 
 
 def run_watch(options: argparse.Namespace) -> int:
     """0 after the end of all streams or of the time, 1 if no frame had a result, 130 if interrupted."""
+    check_outputs({"out": options.out}, [options.config, options.streams])
     show = _window() if options.show else None
     results = 0
     keep_freed_memory()

@@ -74,6 +74,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> dict[str, Any]:
+    check_outputs({"json": args.json}, [args.config])
     payload = load_images(args.img_dir, args.labels_from_names)
     settings = {name: value for name, value in vars(args).items() if not callable(value)}
     about = describe_run(settings, payload, ("torchpipe_py", "torch", "onnxruntime"))
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
 
 def _load(options: argparse.Namespace) -> dict[str, Any]:
     """Run the load and return the report of one or several runs."""
-    check_outputs({flag: getattr(options, flag) for flag in ("json", "csv", "html")})
+    check_outputs({flag: getattr(options, flag) for flag in ("json", "csv", "html")}, [options.replay])
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if importlib.util.find_spec("thriftpy2") is None:
         raise ToolError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")

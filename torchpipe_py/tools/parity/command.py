@@ -39,7 +39,7 @@ from torchpipe_py.tools.compare_models.run import Comparison, Unlike, compare
 from torchpipe_py.tools.compare_models.tolerance import Verdict
 from torchpipe_py.tools.parity.pictures import AMPLIFICATION, WorstViews
 from torchpipe_py.tools.parity.torchvision import TorchvisionTransform, before_model
-from torchpipe_py.tools.report import ToolError, finite, write_json, write_text
+from torchpipe_py.tools.report import ToolError, check_outputs, finite, write_json, write_text
 
 SCHEMA = 1
 """Version of the JSON file; raised by incompatible changes."""
@@ -49,6 +49,8 @@ BINS = 24
 
 def run_parity(args: argparse.Namespace) -> int:
     """0 if all is well, 1 for a missed bar or nothing to compare. Raises ``TorchpipeError`` if it cannot run."""
+    code = args.against.rpartition(":")[0] if args.against is not None else None
+    check_outputs({"html": args.html, "json": args.json}, [args.a, args.b, args.model, code])
     reference, candidate, notes = _sides(args)
     model = None if args.model is None else Source(args.model, args.model)
     views = WorstViews(args.worst) if args.html is not None else None

@@ -78,6 +78,7 @@ def run_tune(args: argparse.Namespace) -> int:
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     check_out(path, out, {"json": args.json, "html": args.html})
+    check_outputs({"out": out, "json": args.json, "html": args.html}, [args.replay])
     options = options_of(args) | {"times": args.replay and read_replay(args.replay, None)}
     with progress_bar(args.progress, has_lines=True) as show:
         options["progress"] = lambda phase, share, left: show(phase, share, f"about {left:.0f} s left")
@@ -101,7 +102,7 @@ def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:
     """
     if problem := output_problem(out) or output_problem(out, replaces=out.is_file()):
         raise ToolError(f"--out {out} cannot be written: {problem}")
-    check_outputs({"out": out, **others}, path)
+    check_outputs({"out": out, **others}, [path])
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         plan_pipeline(path)
         moved = parse_toml(path)
