@@ -434,6 +434,8 @@ def test_rereads_one_model_of_a_folder(tmp_path: Path) -> None:
         served.having("../b")
     with pytest.raises(ConfigError, match=r"a\.toml: not valid TOML"):
         served.having("a")
+    with pytest.raises(ConfigError, match=f"no model 'c' in {tmp_path}; "):
+        read_folder(f"{tmp_path}/").having("c")
 
 
 def test_plans_long_chain_without_recursion() -> None:

@@ -73,7 +73,8 @@ class Folder(Tables):
         files, problems = list_models(self.source)
         if name not in files:
             wrong = [problem for key, problem in problems.items() if name_of(key) == name]
-            hint = wrong[0] if wrong else f"no model {name[:80]!r} in {self.source}; {nearest(name[:80], files)}"
+            here = os.path.normpath(self.source)  # a client is shown its last part
+            hint = wrong[0] if wrong else f"no model {name[:80]!r} in {here}; {nearest(name[:80], files)}"
             raise ConfigError(hint)
         read = {f"{name}/{version}": parse_toml(path) for version, path in files[name].items()}
         for tables in read.values():

@@ -233,7 +233,7 @@ def test_requests_run_alone_where_batches_fail(folder: Path, capsys: Any) -> Non
         (("--fit", "whole"), "--fit whole: the model takes ?x3x64x64"),
         (("--postprocessor", "SoftMax"), "--postprocessor SoftMax: did you mean 'SoftmaxMax'?"),
         (("--labels", "none.txt"), "--labels none.txt: No such file or directory"),
-        (("--labels", "two.txt"), "has 2 lines, the model has 10 classes"),
+        (("--labels", "two.txt"), ": key 'labels': m.labels.txt has 2 lines, the model has 10 classes"),
         (("--postprocessor", "YoloBoxes"), "does not run as it was read, a detector"),
     ],
 )
