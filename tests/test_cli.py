@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from conftest import encode, picture
 from kit.waits import PROGRAM_WAIT, run
 
 from torchpipe_py.arguments import ArgumentParser
@@ -212,6 +213,27 @@ def test_negative_number_is_not_a_flag(number: str) -> None:
     parser = ArgumentParser()
     parser.add_argument("--ratio", type=float)
     assert parser.parse_args(["--ratio", number]).ratio == -1
+
+
+@pytest.mark.parametrize(
+    ("command", "closed", "status", "said"),
+    [
+        ("run a.toml - --out out.ndjson", "<&-", 2, "torchpipe: -: nothing in it\n"),
+        ("idl", ">&-", 0, ""),
+        ("watch a.toml --streams streams.toml", "<&- >&-", 0, None),
+    ],
+)
+def test_standard_streams_that_are_closed_read_and_write_nothing(
+    command: str, closed: str, status: int, said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "a.toml").write_text('backend = "Identity"\n')
+    (tmp_path / "streams.toml").write_text('[a]\nsource = "pictures"\n')
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(encode(picture(8, 8), ".png"))
+    tool = "import sys; from torchpipe_py.cli import main; sys.exit(main())"
+    ended = run("bash", "-c", f"{sys.executable} -c '{tool}' {command} {closed}", cwd=tmp_path)
+    assert ended.returncode == status, ended.stderr
+    assert ended.stderr == said or said is None
 
 
 def test_closed_stdout_causes_no_traceback():

@@ -30,6 +30,7 @@ from torchpipe_py.tools.report import write_text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, 1 for an error in a configuration or file, 2 for wrong arguments; for ``bench`` see ``run_bench``."""
+    _open_standard_streams()
     parser = ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -123,6 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"torchpipe: {error.name} is not installed (pip install torchpipe_py without --no-deps)", file=sys.stderr)
     return int(getattr(args, "error_status", 1))
+
+
+def _open_standard_streams() -> None:
+    """Open on ``/dev/null`` those that are closed: Python has ``None`` for them, and files would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - as long as the process
 
 
 def _add_config(parser: argparse.ArgumentParser, text: str = "TOML file") -> None:
