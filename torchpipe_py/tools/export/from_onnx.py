@@ -381,8 +381,8 @@ def _write_and_try(made: Made, temporary: Files, files: Files, model: OnnxModel)
 
 
 def _reason(problem: BaseException, temporary: Files) -> str:
-    """Why the trial failed, without the path of its TOML, which is not kept."""
-    return first_line(problem).removeprefix(f"{temporary.toml}: ")
+    """Why the trial failed, without the folder of its files, which is removed."""
+    return first_line(problem).removeprefix(f"{temporary.toml}: ").replace(f"{temporary.toml.parent}/", "")
 
 
 def _try(made: Made, temporary: Files, model: OnnxModel) -> tuple[str, BaseException | None]:
