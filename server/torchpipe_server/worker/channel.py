@@ -29,6 +29,7 @@ class Channel:
     """One end of a pair of Unix sockets on a loop. ``send`` is for the loop's thread and never blocks.
 
     ``on_message(line, descriptor)`` owns the descriptor, which is -1 if there is none or no free number was left.
+    An exception that it raises is logged, and the next messages are handled.
     ``on_end()`` is called once, when the other side is gone. Unless it ``is_trusted`` (the supervisor trusts no
     worker), the other side cannot pass descriptors, and a line of more than ``LINE_BYTES`` ends the channel.
     """
@@ -146,7 +147,11 @@ class Channel:
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             has_descriptor = line.startswith(WITH_DESCRIPTOR) and self._descriptors
-            self._on_message(line.removeprefix(WITH_DESCRIPTOR), self._descriptors.popleft() if has_descriptor else -1)
+            descriptor = self._descriptors.popleft() if has_descriptor else -1
+            try:
+                self._on_message(line.removeprefix(WITH_DESCRIPTOR), descriptor)
+            except Exception:  # NOTE: later messages, and descriptors, must not be lost with it
+                logger.exception("internal error while a message was handled")
         if not data:
             self._end()
         elif len(self._received) > self._most_bytes:

@@ -88,6 +88,9 @@ class WorkerStreams:
             except TorchpipeError as error:  # its file was removed meanwhile
                 report.problem = str(error)
                 logger.error("%s", error)
+            except Exception as error:  # no thread can be started, say; the others are read
+                report.problem = describe(error)
+                logger.exception("cannot read stream %r", name)
         self._tables = tables
         self._has_changed.set()
 

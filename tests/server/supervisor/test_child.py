@@ -289,6 +289,43 @@ def test_each_descriptor_arrives_with_its_message() -> None:
     loop.close()
 
 
+def test_messages_after_one_whose_handler_raises_arrive_with_their_descriptors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All of them are read at once; the one that raises has a descriptor of its own, or none."""
+    loop, heard, ended = new_loop(is_fast=False), list[tuple[str, str]](), list[bool]()
+    ours, theirs = socket.socketpair()
+
+    def hear(line: bytes, descriptor: int) -> None:
+        text = ""
+        if descriptor >= 0:
+            text = os.pread(descriptor, 100, 0).decode()
+            os.close(descriptor)
+        name = json.loads(line)["name"]
+        if name.startswith("bad"):
+            raise RuntimeError("can't start new thread")
+        heard.append((name, text))
+
+    sender = Channel(loop, ours, lambda line, descriptor: None, lambda: None)
+    receiver = Channel(loop, theirs, hear, lambda: ended.append(True))
+    before = psutil.Process().num_fds()
+    for name, text in [("bad", ""), ("a", ""), ("b", "of b"), ("bad with one", "lost"), ("c", ""), ("d", "of d")]:
+        descriptor = os.memfd_create("text") if text else -1
+        if text:
+            os.write(descriptor, text.encode())
+        sender.send({"name": name}, descriptor)
+        if text:
+            os.close(descriptor)
+    sender.send({"name": "bad at the end"})
+    sender.close()
+    receiver.drain()
+    assert heard == [("a", ""), ("b", "of b"), ("c", ""), ("d", "of d")]
+    assert caplog.messages == ["internal error while a message was handled"] * 3
+    assert ended == [True]
+    assert psutil.Process().num_fds() == before - 2, "descriptors are left"
+    loop.close()
+
+
 # -- who gets connections -------------------------------------------------------------------------------------------
 
 

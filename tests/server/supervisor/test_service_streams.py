@@ -179,6 +179,37 @@ def test_counts_events_lost_between_worker_and_supervisor(
     assert [(json.loads(each["data"])["number"], each["missed"]) for each in sent] == [(2, 2), (3, 0), (4, 0), (0, 2)]
 
 
+def test_a_worker_reads_the_other_streams_if_one_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, channel = new_loop(is_fast=False), SimpleNamespace(unsent=0, send=lambda message: None)
+    given = {"a": {"source": "a"}, "b": {"source": "b"}, "c": {"source": "c"}}
+    with pipe({"backend": "Identity"}) as run:
+        subject: Any = worker_module.WorkerStreams(run, loop, channel)  # type: ignore[arg-type]
+        started: dict[str, dict[str, int]] = {}
+        counts = dict.fromkeys((*worker_module.OUTCOMES.values(), "decoded", "reconnects"), 0)
+
+        def add(name: str, **options: Any) -> None:
+            if name == "b":
+                raise RuntimeError("can't start new thread")
+            started[name] = counts
+
+        monkeypatch.setattr(subject._streams, "add", add)
+        monkeypatch.setattr(subject._streams, "stats", lambda: dict(started))
+        monkeypatch.setattr(subject._streams, "remove", lambda name, wait: started.pop(name))
+        subject.set(given, "cameras.toml")
+        assert set(started) == {"a", "c"}
+        assert subject._reports["b"].problem == "RuntimeError: can't start new thread"
+        assert caplog.messages == ["cannot read stream 'b'"]
+        subject.set({"a": given["a"]}, "cameras.toml")
+        assert set(started) == {"a"}
+        monkeypatch.undo()
+        subject.close()
+        subject._streams.close()
+    eventually(lambda: "torchpipe-stream-results" not in {thread.name for thread in threading.enumerate()})
+    loop.close()
+
+
 # -- the whole service ----------------------------------------------------------------------------------------------
 
 
