@@ -468,9 +468,11 @@ class RpcServer:
             call, was_ending = RpcCall(self, rpc), self.is_ending
             call.call.began = monotonic()
             call.hold(len(watch.watched))
-            call.start(watch.watched, context)
-            answer = await call.future
-            call.release()
+            try:
+                call.start(watch.watched, context)
+                answer = await call.future
+            finally:
+                call.release()  # NOTE: its client may leave meanwhile
             data = sent if answer.code else answer.data
 
 

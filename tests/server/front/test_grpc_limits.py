@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import re
 import socket
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,14 @@ from kit.contract import Asked, as_rpc
 from kit.services import LocalServer, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
+from torchpipe_server.front.counters import RequestCounters
+from torchpipe_server.front.loop import new_loop
 from torchpipe_server.front.peers import Peers
+from torchpipe_server.options import Options
+
+from torchpipe_py import Overloaded
+from torchpipe_py.methods.routes import Method, Rpc
+from torchpipe_py.wire.compression import InflateQueue
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 rpc = pytest.importorskip("torchpipe_server.front.rpc")
@@ -233,6 +244,106 @@ def test_left_streams_leave_their_room() -> None:
         Steered.opened.set()
         assert len(list(on.stream_stream(STREAM)(iter([GOOD] * 3), timeout=WAIT))) == 3
         eventually(lambda: server.rpc.held_bytes == 0)
+
+
+class AtOnce(Executor):
+    """Runs everything at once, so that each test takes the same rounds of the loop."""
+
+    def submit(self, function: Any, *args: Any, **keys: Any) -> Any:
+        future: Any = Future()
+        future.set_result(function(*args, **keys))
+        return future
+
+
+class FakeContext:
+    """What grpc passes for a call that sends these messages; each step takes a round of the loop."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self._messages = list(messages)
+        self.written = 0
+
+    async def read(self) -> Any:
+        await asyncio.sleep(0)
+        return self._messages.pop(0) if self._messages else grpc.aio.EOF
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.sleep(0)
+        self.written += 1
+
+    async def abort(self, *status: Any) -> None:
+        await asyncio.sleep(0)
+        raise grpc.aio.AbortError
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def time_remaining(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_compression(self, coding: Any) -> None:
+        pass
+
+    def disable_next_message_compression(self) -> None:
+        pass
+
+
+LONG = gzip.compress(bytes(2**18))
+CANCELLED = {
+    "call": (GOOD, {}, 16),
+    "compressed call": (LONG, {}, 24),
+    "refused call": (b"refuse", {}, 16),
+    "stream": (GOOD, {"is_stream": True}, 30),
+    "compressed stream": (LONG, {"is_stream": True}, 60),
+    "refused stream": (b"refuse", {"is_stream": True}, 24),
+    "watch": (GOOD, {"is_watch": True}, 40),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLED)
+def test_a_call_that_is_cancelled_at_any_moment_holds_no_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, kind, moments = CANCELLED[name]
+    monkeypatch.setattr(rpc, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(rpc, "parse_message", lambda kind, data, most, text: data)
+    loop, answers = new_loop(is_fast=False), [0]
+
+    def start(request: Any, done: Any) -> None:
+        answers[0] += 1
+        answer: Any = SimpleNamespace(message=b"answer %d" % answers[0], headers={})
+        if request.message == b"refuse":
+            answer = Overloaded("refused", 1000)
+        loop.call_soon(loop.call_soon, done, answer)
+
+    def turn_once() -> None:
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+
+    path, pacing = "/test.Test/Test", SimpleNamespace(delay=lambda *_: 1e-6)
+    server = rpc.RpcServer(
+        loop, [Rpc(path, Method(bytes, start), **kind)], Options("test"), RequestCounters(""), pacing,
+        InflateQueue(AtOnce()),
+    )  # fmt: skip
+    handler = server.service(SimpleNamespace(method=path))
+    serve, most_held, written, has_ended = handler.stream_stream or handler.stream_unary, 0, 0, False
+    for moment in range(moments):
+        context = FakeContext(data, data) if handler.stream_stream else FakeContext(data)
+        task = loop.create_task(serve(None, context))
+        for _ in range(moment):
+            turn_once()
+            most_held = max(most_held, server.held_bytes)
+        has_ended = task.done()
+        task.cancel()
+        with suppress(asyncio.CancelledError, grpc.aio.AbortError):
+            loop.run_until_complete(task)
+        for _ in range(5):
+            turn_once()
+        assert (server.held_bytes, server.calls, server.reading) == (0, 0, {}), f"after {moment} rounds"
+        written = max(written, context.written)
+    assert most_held >= len(data)
+    assert written > 2 if name == "watch" else has_ended, "there are later moments"
+    loop.close()
 
 
 def outcome_of(future: Any) -> str:
