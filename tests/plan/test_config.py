@@ -167,6 +167,12 @@ def test_refuses_missing_or_invalid_files(tmp_path: Path, content: Any, problem:
         assert refusal(path, read).startswith(f"{path}: {problem}")
 
 
+@pytest.mark.parametrize("read", [parse_toml, pipe, parse_folder])
+@pytest.mark.parametrize("path", ["a\0.toml", "a\ud800.toml"])
+def test_refuses_paths_that_no_file_can_have(path: str, read: Any) -> None:
+    assert refusal(path, read).startswith(f"{path!r}: cannot be read: ")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

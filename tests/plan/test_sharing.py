@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kit.refusals import refusal
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
-from torchpipe_py.plan.sharing import Section, engine_part, sections, shared_nodes, worker_part
+from torchpipe_py.plan.sharing import Section, engine_part, sections, shared_files, shared_nodes, worker_part
 
 
 def node(after: str = "", shared: bool = True, **keys: Any) -> dict[str, Any]:
@@ -172,3 +173,11 @@ def test_reports_all_sharing_errors_at_once(config: dict[str, Any], told: list[s
 def test_lists_shared_nodes(config: dict[str, Any], expected: list[str]) -> None:
     """A supervisor reads them before importing anything; the workers report errors."""
     assert shared_nodes(config) == expected
+
+
+def test_files_of_shared_nodes_are_those_that_exist(tmp_path: Path) -> None:
+    """Other strings are passed over, even those that no path can have."""
+    (tmp_path / "a.onnx").touch()
+    named = {"model": str(tmp_path / "a.onnx"), "labels": "a\0b", "other": "a\ud800", "missing": "nowhere"}
+    tables = {"one": {"backend": "Identity", "shared": True, **named}, "two": {"model": __file__}}
+    assert list(shared_files(tables)) == [named["model"]]

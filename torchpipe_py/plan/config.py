@@ -196,7 +196,6 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
             text = file.read(MOST_CHARACTERS + 1)
         if len(text) > MOST_CHARACTERS:
             raise ConfigError(f"{name}: more than {MOST_CHARACTERS} characters")
-        tables = tomli.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
     except OSError as error:
@@ -207,6 +206,10 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
         raise ConfigError(f"{name}: not UTF-8, as TOML is: byte {byte} in line {line}; save it as UTF-8") from None
     except ConfigError:
         raise
+    except ValueError as error:  # a null character in the path, say
+        raise ConfigError(f"{name!r}: cannot be read: {error}") from None
+    try:
+        tables = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, endless nesting
         raise ConfigError(f"{name}: not valid TOML: {explain(error, text)}") from None
     parsed = Tables(_with_global(tables, Place(name)))

@@ -168,6 +168,10 @@ def list_models(folder: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]
                 models.setdefault(name, versions)[version] = path
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # a null character in the path, say
+        raise ConfigError(f"{folder!r}: cannot be read: {error}") from None
     return models, problems
 
 

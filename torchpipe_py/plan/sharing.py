@@ -92,7 +92,7 @@ def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
     for node in load_config(tables).nodes.values():
         for value in node.params.values() if node.shared else ():
             for path in _paths(value, node.place.source):
-                with suppress(OSError):
+                with suppress(OSError, ValueError):  # a string with a null character is no path
                     status = os.stat(path)
                     versions[path] = status.st_ino, status.st_size, status.st_mtime_ns
     return versions

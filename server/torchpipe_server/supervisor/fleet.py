@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py import ConfigError, Overloaded, TorchpipeError
-from torchpipe_py.serving import Folder, describe_ending, name_of
+from torchpipe_py.serving import Folder, describe, describe_ending, name_of
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import messages
@@ -407,12 +407,18 @@ class Fleet:
             logger.info("reloading %s", self._options.config)
         look_at_working_directory()
         try:
-            tables = change.load()
-            if isinstance(tables, Folder):
-                self._refuse_losses(tables)
+            self._apply(change)
         except (TorchpipeError, OSError) as error:
             self._give_up_reload(str(error))
-            return
+        except Exception as error:  # whoever asked for it waits for an outcome, and so does the next change
+            logger.exception("internal error while a reload began")
+            self._give_up_reload(describe(error))
+
+    def _apply(self, change: Change) -> None:
+        """Load the configuration, and begin to change the workers or to start their successors."""
+        tables = change.load()
+        if isinstance(tables, Folder):
+            self._refuse_losses(tables)
         if change.model and self.generation.changes_alone(tables, change.model, self._options):
             self._begin_model_change(tables, change.model)
             return

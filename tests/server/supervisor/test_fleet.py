@@ -153,6 +153,25 @@ def test_change_of_the_configuration_is_answered_once(fleets: Fleets) -> None:
     assert answers == ["the service is stopping"] * (1 + MOST_CHANGES)
 
 
+@pytest.mark.parametrize("where", ["load", "Generation", "ModelChange"])
+def test_change_that_raises_is_answered_and_the_next_one_begins(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, answers = fleets.make(workers=1), list[str]()
+    fleets.forked(fleet.generation.workers[0], mock.Mock())
+    fleet.has_begun = True
+    raising = mock.Mock(side_effect=ValueError("embedded null byte"))
+    with monkeypatch.context() as patched:
+        if where != "load":
+            patched.setattr(module, where, raising)
+        fleet.change(raising if where == "load" else dict, answers.append, "a" if where == "ModelChange" else "")
+    assert answers == ["ValueError: embedded null byte"]
+    assert (fleet.reloads["failed"], fleet.is_last_reload_ok, fleets.starts) == (1, False, [])
+    assert "internal error while a reload began" in caplog.messages
+    fleet.change(dict, answers.append)
+    assert [slot.role for slot, _ in fleets.starts] == ["worker"]
+
+
 @pytest.mark.parametrize(
     ("reason", "counted"), [("died", "failed_start"), ("slow_start", "slow_start"), ("misbehaved", "misbehaved")]
 )

@@ -63,6 +63,7 @@ BAD = {
     "setup": steered(mark="fail"),
     "nodes": "[node]\nnext = 'other'\n",
 }
+SHARED_NULL = '[node]\nbackend = "OnnxTensor"\nmodel = "a\\u0000b"\nshared = true\n'
 
 
 def test_serves_models_that_can_be_set_up(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_statistics_are_totals_of_all_workers_across_loads_and_reloads(tmp_path:
         assert totals() == [(30,) * 4] * 4
 
 
-@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("text", [*BAD.values(), SHARED_NULL], ids=[*BAD, "null in a shared node"])
 def test_a_load_that_fails_changes_nothing(tmp_path: Path, text: str) -> None:
     folder = written(tmp_path / "models", a=GOOD, b=GOOD)
     with folder_service(folder, "--workers", "2") as service:
