@@ -76,16 +76,22 @@ class Pipes:
 
         Raises ``ConfigError``, and changes nothing, if two files have a model of the same name and version.
         """
-        before = self._members.pipes
-        kept = {key: run for key, run in before.items() if key not in removed and key not in added}
-        members = _Members({**kept, **added})
+        before, members = self._members.pipes, self._with(removed, added)
         for run in added.values():
             for setting in self._settings:
                 setting(run)
         self._members = members
         for changed in self._followers:
             changed()
-        return [run for key, run in before.items() if key not in kept]
+        return [run for key, run in before.items() if key in removed or key in added]
+
+    def check(self, removed: Collection[str], added: Mapping[str, pipe]) -> None:
+        """Raise ``ConfigError`` if ``replace`` would."""
+        self._with(removed, added)
+
+    def _with(self, removed: Collection[str], added: Mapping[str, pipe]) -> _Members:
+        kept = {key: run for key, run in self._members.pipes.items() if key not in removed}
+        return _Members({**kept, **added})
 
     def _set(self, setting: Callable[[pipe], object]) -> None:
         self._settings.append(setting)

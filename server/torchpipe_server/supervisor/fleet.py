@@ -62,6 +62,7 @@ class Fleet:
         self._forker = Forker(loop, options, connections.journal, self._wants, self._forked)
         self._leaving: set[Child] = set()
         self._is_ending = self._wants_reload = False
+        self._may_differ = False  # workers may serve different models: a change was cut short
         self._changes = Changes()
         self._model_change: ModelChange | None = None
         self.reloads: Counter[str] = Counter({"ok": 0, "failed": 0})  # by outcome; loads and unloads as well
@@ -390,9 +391,12 @@ class Fleet:
         self._begin_change()
 
     def _begin_change(self) -> None:
-        is_changing = self._next_generation is not None or self._model_change is not None
-        change = self._changes.next() if not is_changing and not self._is_ending else None
-        if change is not None:
+        if self._next_generation is not None or self._model_change is not None or self._is_ending:
+            return
+        if self._may_differ:
+            self._may_differ = False  # NOTE: even if the reload fails: the next one might, too, without an end
+            self._begin_reload(Change(lambda: self.generation.tables, lambda problem: None, ""))
+        elif (change := self._changes.next()) is not None:
             self._begin_reload(change)
 
     def _reload_ended(self, problem: str) -> None:
@@ -447,20 +451,22 @@ class Fleet:
     def _begin_model_change(self, folder: Folder, name: str) -> None:
         children = [worker.child for worker in self.generation.workers if worker.child is not None and worker.is_ready]
 
-        def end(problem: str) -> None:
+        def end(problem: str, may_differ: bool) -> None:
             self._model_change = None
             if problem:
                 logger.error("model %r stays as it is: %s", name, problem)
             else:
                 self._serve_folder(folder, name)
+            if may_differ:
+                logger.error("workers may serve different versions of model %r: all are replaced", name)
+                self._may_differ = True
             self._reload_ended(problem)
 
         if children:
-            self._model_change = change = ModelChange(folder, name, children, end)
-            if seconds := self._options.start_seconds:
-                self._loop.call_later(seconds, change.expire, seconds)
+            seconds = self._options.start_seconds
+            self._model_change = ModelChange(self._loop, folder, name, children, end, seconds)
         else:
-            end("no worker is ready yet; one is starting")
+            end("no worker is ready yet; one is starting", False)
 
     def _serve_folder(self, folder: Folder, name: str) -> None:
         """Have workers that start from now on serve ``folder``, which differs by model ``name``."""
@@ -476,6 +482,7 @@ class Fleet:
         """Let the next generation serve; the one before passes on its connections and ends."""
         assert self._next_generation is not None
         before, self.generation, self._next_generation = self.generation, self._next_generation, None
+        self._may_differ = False
         for old, new in zip(before.workers, self.generation.workers, strict=True):
             new.restarts = old.restarts
         for child in self._leave(before.slots):

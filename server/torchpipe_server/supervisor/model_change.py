@@ -9,8 +9,11 @@ from enum import Enum, auto
 from itertools import count
 
 from torchpipe_py.serving import Folder
+from torchpipe_server.front.loop import Loop
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.messages import Committed, Prepared
+
+COMMIT_SECONDS = 60.0  # time limit for workers to serve what they have set up, which takes them a moment
 
 _numbers = count(1)
 
@@ -19,7 +22,8 @@ class ChangeState(Enum):
     """The state of a change::
 
     PREPARING ── all prepared ──► COMMITTING ── all committed ──► OVER
-        └──────── a worker cannot, or ended; cancel ────────────────┘
+        │                             └── a worker cannot; cancel; too late ──► OVER, and workers may differ
+        └── a worker cannot, or ended; cancel; too late ──► OVER, and nothing has changed
     """
 
     PREPARING = auto()  # workers set the model up; requests do not notice
@@ -30,12 +34,16 @@ class ChangeState(Enum):
 class ModelChange:
     """Serve model ``name`` as it is in ``folder``, or no longer if it is not there.
 
-    Workers that are not among ``children`` start with ``folder``. ``on_end(problem)`` is called once, with "" if they
-    all serve it.
+    The ``children`` have ``seconds`` to set it up, without a limit if 0; other workers start with ``folder``.
+    ``on_end(problem, may_differ)`` is called once, with "" if all serve it. ``may_differ``: some workers may serve it
+    and others not, so all have to be replaced.
     """
 
-    def __init__(self, folder: Folder, name: str, children: Iterable[Child], on_end: Callable[[str], object]) -> None:
-        self.folder, self._on_end = folder, on_end
+    def __init__(
+        self, loop: Loop, folder: Folder, name: str, children: Iterable[Child],
+        on_end: Callable[[str, bool], object], seconds: float,
+    ) -> None:  # fmt: skip
+        self._loop, self._on_end = loop, on_end
         self._number = next(_numbers)  # a worker may still answer a change that was given up
         self._children = set(children)
         self._waiting = set(self._children)
@@ -44,6 +52,9 @@ class ModelChange:
         pickled = base64.b64encode(pickle.dumps(folder)).decode()
         for child in self._children:
             child.ask_change("prepare", self._number, name=name, folder=pickled)
+        if seconds:
+            problem = f"it is not set up after {seconds:g} s (--start-seconds)"
+            loop.call_later(seconds, self._expire, ChangeState.PREPARING, problem)
 
     def receive(self, child: Child, message: Prepared | Committed) -> None:
         """Take a worker's answer."""
@@ -74,23 +85,24 @@ class ModelChange:
             self._state, self._waiting = ChangeState.COMMITTING, set(self._children)
             for each in self._children:
                 each.ask_change("commit", self._number)
+            problem = f"a worker does not report within {COMMIT_SECONDS:g} s that it serves it"
+            self._loop.call_later(COMMIT_SECONDS, self._expire, ChangeState.COMMITTING, problem)
             return
         for each in self._children:
             each.graph = self._graph
-        self._end("")
+        self._end("", False)
 
-    def expire(self, seconds: float) -> None:
-        """Change nothing if a worker has not set the model up by now, after ``seconds``."""
-        if self._state is ChangeState.PREPARING:
-            self.cancel(f"it is not set up after {seconds:g} s (--start-seconds)")
+    def _expire(self, state: ChangeState, problem: str) -> None:
+        if self._state is state:
+            self.cancel(problem)
 
     def cancel(self, problem: str) -> None:
-        """Change nothing, because of ``problem``."""
+        """Change nothing, because of ``problem``; if workers have begun to serve the model, they may differ."""
         if self._state is not ChangeState.OVER:
             for child in self._children:
                 child.send("abort")
-            self._end(problem)
+            self._end(problem, self._state is ChangeState.COMMITTING)
 
-    def _end(self, problem: str) -> None:
+    def _end(self, problem: str, may_differ: bool) -> None:
         self._state = ChangeState.OVER
-        self._on_end(problem)
+        self._on_end(problem, may_differ)

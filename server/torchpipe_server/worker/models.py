@@ -117,6 +117,10 @@ class FolderModels:
             call_from_any_thread(self._loop, settle, added, problem, graph)
 
         def settle(added: dict[str, pipe], problem: str, graph: str) -> None:
+            try:
+                self.pipes.check(self._keys_of(name), added)  # before any worker serves it
+            except ConfigError as error:
+                problem = problem or str(error)
             if problem or self._preparing is not this:
                 _close_aside(added.values())
             else:
@@ -131,16 +135,15 @@ class FolderModels:
         if prepared is None:
             return "nothing is prepared"
         folder, name, added = prepared
-        try:
-            removed = self.pipes.replace([key for key in self.pipes.keys if name_of(key) == name], added)
-        except ConfigError as error:
-            _close_aside(added.values())
-            return str(error)
+        removed = self.pipes.replace(self._keys_of(name), added)
         self._folder = folder
         self.problems = {key: problem for key, problem in self.problems.items() if name_of(key) != name}
         until = monotonic() + self._options.drain_seconds
         self._retiring += [(run, until) for run in removed]
         return ""
+
+    def _keys_of(self, name: str) -> list[str]:
+        return [key for key in self.pipes.keys if name_of(key) == name]
 
     def abort(self) -> None:
         """Drop what was prepared, or will be."""
@@ -214,7 +217,10 @@ def _close_aside(pipes: Iterable[pipe]) -> None:
         gc.collect()
         release_freed_memory()
 
-    threading.Thread(target=close, name="torchpipe-unload", daemon=True).start()
+    try:
+        threading.Thread(target=close, name="torchpipe-unload", daemon=True).start()
+    except RuntimeError:  # the system has no thread left; closing a pipe frees some
+        close()
 
 
 def _text(error: Exception) -> str:

@@ -29,6 +29,7 @@ from torchpipe_py.serving import (
     EngineClient,
     EngineServer,
     Folder,
+    describe,
     import_all,
     keep_freed_memory,
     limit_threads,
@@ -324,11 +325,20 @@ class Worker:
         def done(problem: str, graph: str) -> None:
             self._post.send({"type": "prepared", "change": change, "problem": problem, "graph": graph})
 
-        self._models.prepare(pickle.loads(base64.b64decode(folder)), name, done)
+        try:
+            self._models.prepare(pickle.loads(base64.b64decode(folder)), name, done)
+        except Exception as error:  # no thread can be started, say; the supervisor waits for an answer
+            logger.exception("cannot begin to set up model %r", name)
+            done(describe(error), "")
 
     def _commit(self, change: int) -> None:
         assert self._models is not None
-        self._post.send({"type": "committed", "change": change, "problem": self._models.commit()})
+        try:
+            problem = self._models.commit()
+        except Exception as error:
+            logger.exception("cannot serve the model that is set up")
+            problem = describe(error)
+        self._post.send({"type": "committed", "change": change, "problem": problem})
 
     def _abort(self) -> None:
         assert self._models is not None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import psutil
 import pytest
 from kit.services import turn
+from kit.virtual_loop import VirtualLoop
 from kit.waits import eventually
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
@@ -20,35 +21,14 @@ from torchpipe_server.supervisor import fleet as module
 from torchpipe_server.supervisor.fleet import FIRST_DELAY, LONGEST_DELAY, SETTLED_SECONDS, START_ATTEMPTS, Fleet
 from torchpipe_server.supervisor.forker import Forker
 from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
+from torchpipe_server.supervisor.messages import Committed, Prepared, Ready
 from torchpipe_server.worker import worker
 from torchpipe_server.worker.service import engine_processes, make_plan
 
 from torchpipe_py import Overloaded
+from torchpipe_py.plan.folder import Folder
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
-
-
-class VirtualLoop:
-    """A loop whose time passes only in ``advance``."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-        self._timers: list[tuple[float, Callable[..., object], tuple[Any, ...]]] = []
-
-    def call_later(self, seconds: float, function: Callable[..., object], *args: Any) -> mock.Mock:
-        self._timers.append((self.time + seconds, function, args))
-        return mock.Mock()
-
-    def call_soon(self, function: Callable[..., object], *args: Any) -> mock.Mock:
-        return self.call_later(0.0, function, *args)
-
-    def advance(self, seconds: float) -> None:
-        until = self.time + seconds
-        while (timer := min(self._timers, key=lambda timer: timer[0])) and timer[0] <= until:
-            self._timers.remove(timer)
-            self.time = timer[0]
-            timer[1](*timer[2])
-        self.time = until
 
 
 class Fleets:
@@ -72,7 +52,7 @@ class Fleets:
 
     def _make_child(self, loop: Any, name: str, forked: Any, on_message: Any, on_end: Any) -> mock.Mock:
         child = mock.Mock(is_ready=True, has_served=False, ready_at=0.0, stats={}, clients=set(), failure="")
-        child.configure_mock(reason="died", answered=True, end=lambda: on_end(child))
+        child.configure_mock(reason="died", answered=True, problems={}, end=lambda: on_end(child))
         return child
 
     def make(self, tables: Any = SHARED, **options: Any) -> Fleet:
@@ -170,6 +150,38 @@ def test_change_that_raises_is_answered_and_the_next_one_begins(
     assert "internal error while a reload began" in caplog.messages
     fleet.change(dict, answers.append)
     assert [slot.role for slot, _ in fleets.starts] == ["worker"]
+
+
+@pytest.mark.parametrize("how", ["refused", "reload"])
+def test_workers_are_replaced_once_if_they_may_serve_different_models(fleets: Fleets, how: str) -> None:
+    """One worker serves the new model; the other one refuses, or a reload comes between."""
+    before, after = Folder(source="before"), Folder(source="after")
+    fleet, answers = fleets.make(before, workers=2), list[str]()
+    for slot in fleet.generation.workers:
+        fleets.forked(slot, mock.Mock())
+    fleet.has_begun = True
+    for _ in range(2):
+        fleet.change(lambda: after, answers.append, "a")
+    one, other = fleet.ready
+    number = one.ask_change.call_args.args[1]
+    for child in (one, other):
+        fleet._receive(child, Prepared(number, "", ""))
+    fleet._receive(one, Committed(number, ""))
+    if how == "refused":
+        fleet._receive(other, Committed(number, "no memory"))
+    else:
+        fleet.reload()
+    assert answers == ["no memory" if how == "refused" else "interrupted by a reload"]
+    fleets.loop.advance(0.01)
+    assert [slot.tables.source for slot, _ in fleets.starts] == ["before"] * 2
+    for slot, _ in list(fleets.starts):
+        fleets.forked(slot, mock.Mock())
+        slot.child.configure_mock(tables=slot.tables)
+    fleet._receive(slot.child, Ready(""))
+    assert (fleet.reloads, slot in fleet.generation.workers) == ({"ok": 1, "failed": 1}, True)
+    fleets.loop.advance(0.01)
+    slot.child.ask_change.assert_called_once()
+    assert (len(fleets.starts), len(answers)) == (2, 1), "the next change has begun"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from kit.clients import ask
 from kit.monitored import Monitored
 from kit.services import LIGHT, Process, reserved_port
 from kit.steered import FILE
+from kit.virtual_loop import VirtualLoop
 from kit.waits import WAIT, eventually
 from torchpipe_server.supervisor.messages import Committed, Prepared
-from torchpipe_server.supervisor.model_change import ModelChange
+from torchpipe_server.supervisor.model_change import COMMIT_SECONDS, ModelChange
+from torchpipe_server.worker import models
+from torchpipe_server.worker.worker import Worker
 
 from torchpipe_py.plan.folder import NO_MODEL, Folder
 
@@ -269,26 +273,41 @@ def test_a_model_of_two_files_is_refused(tmp_path: Path) -> None:
         service.wait_started()
         assert index(service.port)["a.b"] == ("UNAVAILABLE", "model 'a.b' is a root of 'a' and of 'a.b': rename one")
         assert infer(service.port, "a.c") == "a"
+        workers = service.pids()
+        status, said = control(service, "load", "a.b")
+        assert (status, "is a root of 'a' and of 'a.b': rename one" in said["error"]) == (400, True)
+        eventually(lambda: service.stats["reloads"] == {"ok": 0, "failed": 1})
+        assert control(service, "load", "a")[0] == 200
+        assert (infer(service.port, "a.c"), service.pids()) == ("a", workers), "none had begun to serve it"
 
 
 # -- all workers or none --------------------------------------------------------------------------------------------
 
 
-Changing = Callable[..., tuple[ModelChange, list[mock.Mock], list[str]]]
+class Changing:
+    """A change of model ``a``; ``ends`` has its outcomes."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.children = [mock.Mock(graph="before") for _ in range(2)]
+        self.ends: list[tuple[str, bool]] = []
+        loop: Any = self.loop
+        children: list[Any] = self.children
+        self.change = ModelChange(loop, Folder(), "a", children, lambda *end: self.ends.append(end), 2.0)
+        self.number = self.children[0].ask_change.call_args.args[1]
+
+    def prepare_all(self) -> None:
+        for child in self.children:
+            self.change.receive(child, Prepared(self.number, "", "graph"))
 
 
 @pytest.fixture
 def changing() -> Changing:
-    def make(count: int = 2) -> tuple[ModelChange, list[mock.Mock], list[str]]:
-        children, ends = [mock.Mock(graph="before") for _ in range(count)], list[str]()
-        return ModelChange(Folder(), "a", children, ends.append), children, ends
-
-    return make
+    return Changing()
 
 
 def test_workers_serve_a_model_once_all_have_it(changing: Changing) -> None:
-    change, (one, other), ends = changing()
-    number = one.ask_change.call_args.args[1]
+    change, (one, other), number = changing.change, changing.children, changing.number
     change.receive(one, Prepared(number, "", "graph"))
     change.receive(one, Prepared(number, "", "graph"))
     change.receive(other, Prepared(number - 1, "of a change that was given up", ""))
@@ -296,31 +315,73 @@ def test_workers_serve_a_model_once_all_have_it(changing: Changing) -> None:
     change.receive(other, Prepared(number, "", "graph"))
     assert [each.ask_change.call_args.args for each in (one, other)] == [("commit", number)] * 2
     change.receive(one, Committed(number, ""))
-    assert ends == []
+    assert changing.ends == []
     change.lost(other)
-    assert (ends, one.graph) == ([""], "graph")
+    assert (changing.ends, one.graph) == ([("", False)], "graph")
     change.cancel("too late")
-    change.expire(1.0)
-    assert (ends, one.send.call_count) == ([""], 0)
+    changing.loop.advance(2 * COMMIT_SECONDS)
+    assert (len(changing.ends), one.send.call_count) == (1, 0)
 
 
 @pytest.mark.parametrize("how", ["problem", "death", "cancel", "time"])
 def test_no_worker_serves_a_model_that_one_cannot_set_up(changing: Changing, how: str) -> None:
-    change, (one, other), ends = changing()
-    number = one.ask_change.call_args.args[1]
+    change, (one, other), number = changing.change, changing.children, changing.number
     change.receive(one, Prepared(number, "", "graph"))
     if how == "problem":
         change.receive(other, Prepared(number, "no memory", ""))
     elif how == "death":
         change.lost(other)
     elif how == "time":
-        change.expire(2.0)
-        assert ends == ["it is not set up after 2 s (--start-seconds)"]
+        changing.loop.advance(2.0)
+        assert changing.ends == [("it is not set up after 2 s (--start-seconds)", False)]
     else:
         change.cancel("the service is stopping")
-    assert len(ends) == 1
-    assert ends[0]
+    ((problem, may_differ),) = changing.ends
+    assert (bool(problem), may_differ) == (True, False)
     one.send.assert_called_once_with("abort")
     change.receive(other, Prepared(number, "", "graph"))
     change.lost(one)
-    assert (len(ends), one.graph) == (1, "before")
+    assert (len(changing.ends), one.graph) == (1, "before")
+
+
+@pytest.mark.parametrize("how", ["problem", "cancel", "time"])
+def test_workers_may_differ_if_one_does_not_serve_what_it_has_set_up(changing: Changing, how: str) -> None:
+    change, (one, other), number = changing.change, changing.children, changing.number
+    changing.loop.advance(1.9)
+    changing.prepare_all()
+    change.receive(one, Committed(number, ""))
+    changing.loop.advance(COMMIT_SECONDS - 1)
+    assert changing.ends == []
+    if how == "problem":
+        change.receive(other, Committed(number, "RuntimeError"))
+    elif how == "cancel":
+        change.cancel("interrupted by a reload")
+    else:
+        changing.loop.advance(1)
+    ((problem, may_differ),) = changing.ends
+    assert (bool(problem), may_differ, one.graph) == (True, True, "before")
+    change.receive(other, Committed(number, ""))
+    changing.loop.advance(COMMIT_SECONDS)
+    assert len(changing.ends) == 1
+
+
+@pytest.mark.parametrize("type_", ["prepared", "committed"])
+def test_a_worker_answers_whatever_a_change_raises(type_: str) -> None:
+    raising = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    worker: Any = mock.Mock(_models=mock.Mock(prepare=raising, commit=raising))
+    if type_ == "prepared":
+        Worker._prepare(worker, 7, "a", base64.b64encode(pickle.dumps(Folder())).decode())
+    else:
+        Worker._commit(worker, 7)
+    ((message,), _) = worker._post.send.call_args
+    assert (message["type"], message["change"]) == (type_, 7)
+    assert message["problem"] == "RuntimeError: can't start new thread"
+
+
+def test_closes_a_pipe_even_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its worker would not answer, and the pipe would keep its memory."""
+    run: Any = mock.Mock()
+    refuses = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(models, "threading", mock.Mock(Thread=mock.Mock(return_value=mock.Mock(start=refuses))))
+    models._close_aside([run])
+    run.close.assert_called_once()
