@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from math import inf
+from time import monotonic
 from typing import Any
 
 from torchpipe_server.front.loop import Loop
@@ -75,9 +76,11 @@ class Channel:
 
     def finish(self, seconds: float) -> None:
         """Wait for at most ``seconds`` until everything is sent, once the loop no longer runs."""
-        if not self.is_closed:
-            self._sock.settimeout(seconds)
-            self._flush()
+        until = monotonic() + seconds
+        while self._unsent and not self.is_closed and (left := until - monotonic()) > 0:
+            self._sock.settimeout(left)
+            if not self._send_first():
+                return
 
     def drain(self) -> None:
         """Read what is left from a process that has ended, then end the channel."""
@@ -103,23 +106,29 @@ class Channel:
 
     def _flush(self) -> None:
         while self._unsent and not self.is_closed:
-            data, descriptor = self._unsent[0]
-            sent = self._write(data, descriptor)
-            if not sent:
+            if not self._send_first():
                 return
-            if descriptor >= 0:
-                os.close(descriptor)  # it went with the first byte
-            self._unsent[0] = data[sent:], -1
-            if sent == len(data):
-                self._unsent.popleft()
         self._loop.remove_writer(self._sock.fileno())
+
+    def _send_first(self) -> bool:
+        """Send the first message that waits, or a part of it; ``False`` if there is no room."""
+        data, descriptor = self._unsent[0]
+        sent = self._write(data, descriptor)
+        if not sent:
+            return False
+        if descriptor >= 0:
+            os.close(descriptor)  # it went with the first byte
+        self._unsent[0] = data[sent:], -1
+        if sent == len(data):
+            self._unsent.popleft()
+        return True
 
     def _write(self, data: memoryview, descriptor: int) -> int:
         """The number of bytes sent; all of them if the other side is gone."""
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
         try:
             return self._sock.sendmsg([data], extra)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             return 0
         except OSError as error:
             if error.errno in _PASSING:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked
 from torchpipe_server.supervisor.messages import Prepared
+from torchpipe_server.worker import channel as channel_module
 from torchpipe_server.worker.channel import LINE_BYTES, Channel
 from torchpipe_server.worker.heartbeat import Heartbeat
 
@@ -324,6 +326,49 @@ def test_messages_after_one_whose_handler_raises_arrive_with_their_descriptors(
     assert ended == [True]
     assert psutil.Process().num_fds() == before - 2, "descriptors are left"
     loop.close()
+
+
+class SlowSocket:
+    """Each send takes ``seconds`` of the clock that it sets, for ``takes`` bytes; without any it times out."""
+
+    def __init__(self, clock: list[float], takes: int, seconds: float) -> None:
+        self.clock, self.takes, self.seconds = clock, takes, seconds
+        self.timeout, self.timeouts = 0.0, list[float]()
+
+    def settimeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def sendmsg(self, data: list[memoryview], extra: Any) -> int:
+        if not self.timeout:
+            raise BlockingIOError
+        self.timeouts.append(round(self.timeout, 3))
+        self.clock[0] += self.seconds if self.takes else self.timeout
+        if not self.takes:
+            raise TimeoutError
+        return self.takes
+
+    def fileno(self) -> int:
+        return 0
+
+    def setblocking(self, is_blocking: bool) -> None:
+        self.timeout = 0.0
+
+
+@pytest.mark.parametrize(
+    ("takes", "timeouts"), [(0, [2.0]), (1, [2.0, 1.25, 0.5])], ids=["nothing", "a byte at a time"]
+)
+def test_last_messages_have_one_time_limit_together(
+    takes: int, timeouts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other side is stopped, or reads slowly: what is left then counts as unsent."""
+    clock = [100.0]
+    monkeypatch.setattr(channel_module, "monotonic", lambda: clock[0])
+    sock: Any = SlowSocket(clock, takes, 0.75)
+    channel = Channel(mock.Mock(), sock, lambda line, descriptor: None, lambda: None)
+    for number in range(256):
+        channel.send({"number": number})
+    channel.finish(2.0)
+    assert (sock.timeouts, channel.unsent) == (timeouts, 256)
 
 
 # -- who gets connections -------------------------------------------------------------------------------------------
