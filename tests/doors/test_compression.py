@@ -238,7 +238,8 @@ def test_inflated_bodies_count_as_held() -> None:
         other.send(head.encode() + blocking)
         answer = other.read()
         told = json.loads(answer.body)
-        assert (answer.status, told["error"]) == (429, "more than 1200000 bytes of unanswered messages")
+        said = "more than 1200000 bytes of unanswered messages (--max-held-bytes)"
+        assert (answer.status, told["error"]) == (429, said)
         Steered.opened.set()
         assert one.read().status == 200
         assert ask(server.port, gzip.compress(LARGE), Content_Encoding="gzip")[0] == 200

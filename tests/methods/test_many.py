@@ -13,7 +13,7 @@ from conftest import Register
 from kit.backends import Echo, Gate
 from kit.waits import WAIT
 
-from torchpipe_py import Registry, Status, UnknownNode, pipe
+from torchpipe_py import Overloaded, Registry, Status, UnknownNode, pipe
 from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.runtime.pipes import Pipes
 from torchpipe_py.wire.errors import Bound
@@ -69,6 +69,36 @@ def test_images_that_wait_enter_after_a_call_whose_end_fails() -> None:
     with pytest.raises(CancelledError):
         gather(end)
     assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("priority", "text"),
+    [(0, "1 request in flight, 1 more would pass max_inflight = 1"),
+     (1, "1 request in flight, 1 more with priority 1 would pass half of max_inflight = 1")],
+)  # fmt: skip
+def test_request_beyond_those_of_all_models_names_the_limit(register: Register, priority: int, text: str) -> None:
+    gate, pipes = Gate(), Pipes(1)
+    with pipe({"only": {"backend": register(gate.backend)}}) as run, gate:
+        pipes.replace((), {"only/1": run})
+        pipes.dispatch({"data": 1, "node_name": "only"}, lambda data, error: None)
+        with pytest.raises(Overloaded) as raised:
+            pipes.dispatch({"data": 1, "node_name": "only", "priority": priority}, lambda data, error: None)
+        assert str(raised.value) == text
+
+
+def test_images_beyond_the_room_name_the_limit(register: Register) -> None:
+    gate, ended, outcomes = Gate(), threading.Event(), list[Any]()
+
+    def end(given: list[Any]) -> None:
+        outcomes.extend(given)
+        ended.set()
+
+    with pipe({"max_inflight": 2, "only": {"backend": register(gate.backend)}}) as run, gate:
+        items = [{"data": number} for number in range(7)]
+        FairAdmission(run).gather(items, None, lambda data, error: str(error or "ok"), end)
+        gate.open()
+        assert ended.wait(WAIT)
+    assert outcomes == ["ok"] * 4 + ["5 images would wait, with room for 2 more (max_inflight = 2)"] * 3
 
 
 def listed(run: pipe, items: list[dict[str, Any]]) -> None:

@@ -229,6 +229,8 @@ def test_close_fails_waiting_calls_and_an_error_in_a_callback_is_survived() -> N
     a.ends[0].answer()
     a.take()
     assert [type(a.outcomes[call][0]) for call in calls] == [str, *4 * [PipeClosed]]
+    said = {str(a.outcomes[call][0]) for call in calls[1:]}
+    assert said == {"the pipe was closed while the request waited for another process"}
     assert not a.ends[0].link.under_way
 
 

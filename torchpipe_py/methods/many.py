@@ -72,7 +72,8 @@ class FairAdmission:
             if call.waiting:
                 self._calls.append(call)
         for index in range(call.waiting, len(items)):
-            why = f"{counted(waiting, 'image')} would wait, with room for {waiting - excess}"
+            room = f"room for {waiting - excess} more (max_inflight = {self._most})"
+            why = f"{counted(waiting, 'image')} would wait, with {room}"
             call.finish(index, call.items[index], Overloaded(why, 1000))
         with self.pipe.arriving():
             self.advance(0)

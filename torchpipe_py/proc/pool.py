@@ -20,6 +20,8 @@ from torchpipe_py.proc.link import FAILED, NOT_RUN, GarbledError, Header, Link
 LOSSES = 3
 """A call fails after so many child processes died, or failed to start, before they began it."""
 
+CLOSED = "the pipe was closed while the request waited for another process"
+
 Place = tuple[Link, int, int]
 """A link, one of its slots, and the number of the call in that slot."""
 
@@ -111,7 +113,7 @@ class Pool:
                     call.until = call.asked + self.hold_seconds()
                     self.changed.notify_all()
         if is_closed:
-            call.end(PipeClosed("closed"))
+            call.end(PipeClosed(CLOSED))
         self._write(assigned)
 
     def abandon(self, call: Call) -> None:
@@ -150,7 +152,7 @@ class Pool:
                 link.bell.wake()
             self.changed.notify_all()
         for call in waiting:
-            call.end(PipeClosed("closed"))
+            call.end(PipeClosed(CLOSED))
 
     # -- links, each used by one thread -----------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class Pool:
                 if self._loses or is_at_fault or link.has_begun(slot, number) or call.losses >= LOSSES:
                     ended.append((call, error))
                 elif self.is_closed:
-                    ended.append((call, PipeClosed("closed")))
+                    ended.append((call, PipeClosed(CLOSED)))
                 else:
                     self._queue_of(call).appendleft(call)
             until = perf_counter() + self.hold_seconds()

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import ConfigError, InvalidRequest, Overloaded, PipeClosed, UnknownNode
+from torchpipe_py.errors import ConfigError, InvalidRequest, Overloaded, PipeClosed, UnknownNode, counted
 from torchpipe_py.keys import TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY
 from torchpipe_py.metrics import summed
 from torchpipe_py.plan.config import DEFAULT_MAX_INFLIGHT
@@ -152,7 +152,9 @@ class Pipes:
     def _counted(self, on_done: Done, is_low: bool) -> Done:
         with self._lock:
             if self._inflight >= (max(1, self._most // 2) if is_low else self._most):
-                raise Overloaded(f"{self._inflight} requests in flight, one more would pass {self._most}", 1000)
+                would = "with priority 1 would pass half of" if is_low else "would pass"
+                text = f"{counted(self._inflight, 'request')} in flight, 1 more {would} max_inflight = {self._most}"
+                raise Overloaded(text, 1000)
             self._inflight += 1
 
         def done(data: Data, error: BaseException | None) -> None:

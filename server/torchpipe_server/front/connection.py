@@ -251,7 +251,8 @@ class Connection(asyncio.BufferedProtocol):
                 self.reader = _NoReader()
                 self.close_when_answered()
                 most = counted(owner.options.max_connections, "connection")
-                raise Overloaded(f"more than {most}", retry_after_ms=1000)
+                text = f"more than {most} (--max-connections), or more of one address than its share"
+                raise Overloaded(text, retry_after_ms=1000)
             inflater = service.inflater(message)
             is_inflated = inflater is None or inflater.step(SMALL_BYTES)
         except BaseException as error:
@@ -298,7 +299,7 @@ class Connection(asyncio.BufferedProtocol):
         self.call.size = size
         owner.bound_memory()
         if owner.held_bytes > limit:
-            raise Overloaded(f"more than {limit} bytes of unanswered messages", retry_after_ms=1000)
+            raise Overloaded(f"more than {limit} bytes of unanswered messages (--max-held-bytes)", retry_after_ms=1000)
 
     def _start(self, call: Call, method: Method, args: Any) -> None:
         owner = self.owner

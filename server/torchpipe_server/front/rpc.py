@@ -333,7 +333,8 @@ class RpcServer:
     def check_room(self) -> None:
         """Raise ``Overloaded`` if the messages of all calls together take more memory than they may."""
         if self.held_bytes > self.options.max_held_bytes:
-            raise Overloaded(f"more than {self.options.max_held_bytes} bytes of unanswered messages", 1000)
+            text = f"more than {self.options.max_held_bytes} bytes of unanswered messages (--max-held-bytes)"
+            raise Overloaded(text, 1000)
 
     def refuse(self, call: RpcCall, error: BaseException) -> None:
         """Refuse the message that the call waits for; it may still be answered for earlier ones."""

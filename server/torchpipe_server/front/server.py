@@ -251,7 +251,8 @@ class Server:
             if connection.is_stalled:
                 connection.drop()
             elif connection.reader.pending_bytes:
-                connection.refuse(ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages"))
+                text = f"more than {limit} bytes of unanswered messages (--max-held-bytes)"
+                connection.refuse(ProtocolError(Overloaded.code, text))
             self.held_bytes -= sizes[connection] - (0 if connection.state is CLOSED else connection.held_bytes)
 
 

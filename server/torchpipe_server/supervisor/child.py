@@ -267,7 +267,7 @@ class Child:
             self._on_message(self, message)
 
     def _note(self, message: messages.Message) -> None:
-        """Record what it reports about itself; ``ValueError`` for a message that is out of place."""
+        """Record what it reports about itself; ``ValueError`` for a message that is not expected now."""
         match message:
             case messages.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
@@ -289,7 +289,7 @@ class Child:
             case messages.Control() if self.is_serving and self._channel.unsent < MOST_UNREAD:
                 pass
             case _:
-                raise ValueError(f"{type(message).__name__.lower()!r} is out of place")
+                raise ValueError(f"unexpected {type(message).__name__.lower()!r} while the process is {self.state}")
 
     def _channel_ended(self) -> None:
         """Kill it, since nothing more can be sent to it. Its end of the channel closes a moment before it ends, too."""

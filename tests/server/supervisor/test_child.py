@@ -175,7 +175,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_kills_a_worker_that_sends_an_invalid_message(subject: Subject, name: str) -> None:
+def test_kills_a_worker_that_sends_an_invalid_message(
+    subject: Subject, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     data = memoryview(HOSTILE[name])
     subject.sock.setblocking(False)
     while data and not subject.ended:
@@ -185,6 +187,8 @@ def test_kills_a_worker_that_sends_an_invalid_message(subject: Subject, name: st
             turn(subject.loop)
     eventually(subject.is_ended)
     assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
+    if name == "ready again":
+        assert caplog.messages[-1].endswith("invalid message: unexpected 'ready' while the process is ready")
 
 
 @pytest.mark.parametrize(("state", "unread"), [("starting", 0), ("ready", 1000)])
