@@ -53,6 +53,7 @@ from torchpipe_server.worker.service import engine_processes, has_engine, make_p
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
+    from torchpipe_py.serving import Pipeline, Served
     from torchpipe_server.front.rpc import RpcServer
     from torchpipe_server.worker.streams import WorkerStreams
 
@@ -203,49 +204,77 @@ class Worker:
     """Serves connections from the supervisor, and reports when they end."""
 
     def __init__(self, start: Start) -> None:
+        options = start.options
+        self._loop, self._journal = new_loop(), start.journal
+        self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
+        # Import custom code, the handler first, before threads are limited: it may have set their number.
+        control = self._control if isinstance(start.tables, Folder) else None
+        make_served = served_maker(options, control, self._ask_totals)
+        set_up_process(options)
+        # Wait for the engine process, which says what it runs: the pipe is made without that. Its link comes over the
+        # channel's socket, which the loop reads from ``Post`` on.
+        self._engine = self._link_engine(start)
+        self._models, self._run, self._plan = self._load(start)
+        self._provider: Any = None  # where trace spans go
+        self._served = self._observed(make_served(self._run), options)
+        # Serve clients; gRPC shares the counters of the server, and takes no calls before ``_listen``.
+        services = services_of(self._served, options)
+        self._server = Server(self._loop, services, options, self._gone, self._served.names_with_pipe())
+        self._rpc = self._make_rpc(options)
+        every(self._loop, END_SECONDS, self._end_if_finished)
+        # Take messages of the supervisor, now that there is what they are for; streams send theirs on its channel.
+        handlers = self._handlers()
+        self._post = Post(start, self._loop, handlers, self._figures, self._run.stats, self._orphaned)
+        self._streams: WorkerStreams | None = None
+        if options.streams:
+            from torchpipe_server.worker.streams import WorkerStreams
+
+            self._streams = streams = WorkerStreams(self._run, self._loop, self._post.channel)
+            handlers.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
+
+    def _link_engine(self, start: Start) -> EngineClient | None:
+        """Link this worker to its engine process, if there is one."""
+        if not has_engine(start.options, start.tables):
+            return None
+        engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
+        wait_for_engine(engine, start)
+        return engine
+
+    def _load(self, start: Start) -> tuple[FolderModels | None, Any, Pipeline | None]:
+        """The models of a folder, a pipe or ``Pipes``, and its plan, which an empty folder lacks."""
         from torchpipe_py import pipe
 
         options = start.options
-        self._loop, self._journal = new_loop(), start.journal
-        self._engine: EngineClient | None = None
-        self._provider: Any = None  # where trace spans go
-        self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
-        make_served = served_maker(
-            options, self._control if isinstance(start.tables, Folder) else None, self._ask_totals
-        )
-        set_up_process(options)
-        if has_engine(options, start.tables):
-            self._engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
-            wait_for_engine(self._engine, start)
-        self._models: FolderModels | None = None
-        self._run: Any = None  # a pipe, or Pipes
         if isinstance(start.tables, Folder):
-            self._models = FolderModels(self._loop, options, start.tables, self._engine)
-            self._run, self._plan = self._models.pipes, self._models.plan()
-        else:
-            self._plan = make_plan(options, start.tables, options.workers)
-            self._run = pipe(self._plan) if self._engine is None else pipe_of_worker(self._plan, self._engine)
-        served = make_served(self._run)
+            models = FolderModels(self._loop, options, start.tables, self._engine)
+            return models, models.pipes, models.plan()
+        plan = make_plan(options, start.tables, options.workers)
+        return None, pipe(plan) if self._engine is None else pipe_of_worker(plan, self._engine), plan
+
+    def _observed(self, served: Served, options: Options) -> Served:
+        """The methods with times and, with a trace ratio, spans, which contain the times."""
         served = timed(served, self._run, options.server_timing == "all", options.slow_seconds, log_request)
-        if options.trace_ratio >= 0:
-            from torchpipe_py.methods.tracing import traced
-            from torchpipe_server import tracing
+        if options.trace_ratio < 0:
+            return served
+        from torchpipe_py.methods.tracing import traced
+        from torchpipe_server import tracing
 
-            self._provider = tracing.set_up()
-            self._run.instrument(self._provider, starts_traces=False)
-            served = traced(served, self._provider, options.trace_ratio, "torchpipe_server")
-        self._served = served
-        services = services_of(served, options)
-        self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
-        self._rpc: RpcServer | None = None
-        if options.grpc_port >= 0:
-            # NOTE: import it after the fork, which its threads would not survive.
-            from torchpipe_server.front.rpc import RpcServer
+        self._provider = tracing.set_up()
+        self._run.instrument(self._provider, starts_traces=False)
+        return traced(served, self._provider, options.trace_ratio, "torchpipe_server")
 
-            server = self._server
-            self._rpc = RpcServer(self._loop, served.rpcs, options, server.counters, server.pacing, server.inflating)
-        every(self._loop, END_SECONDS, self._end_if_finished)
-        handlers: Handlers = {
+    def _make_rpc(self, options: Options) -> RpcServer | None:
+        if options.grpc_port < 0:
+            return None
+        # NOTE: import it after the fork, which its threads would not survive.
+        from torchpipe_server.front.rpc import RpcServer
+
+        server = self._server
+        return RpcServer(self._loop, self._served.rpcs, options, server.counters, server.pacing, server.inflating)
+
+    def _handlers(self) -> Handlers:
+        """What takes the messages of the supervisor, by type."""
+        return {
             "connection": self._adopt,
             "link": self._adopt_link,
             "outcome": lambda id, status, body: self._controls.pop(id)(status, body),
@@ -257,13 +286,6 @@ class Worker:
             "release": partial(self._end, self._server.release),
             "drain": partial(self._end, self._server.drain),
         }
-        self._post = Post(start, self._loop, handlers, self._figures, self._run.stats, self._orphaned)
-        self._streams: WorkerStreams | None = None
-        if options.streams:
-            from torchpipe_server.worker.streams import WorkerStreams
-
-            self._streams = streams = WorkerStreams(self._run, self._loop, self._post.channel)
-            handlers.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
 
     def setup_choices(self) -> dict[str, list[str]]:
         """See ``pipe.setup_choices``."""
