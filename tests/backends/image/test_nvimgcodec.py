@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -11,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from kit.waits import WAIT, eventually
 
 from torchpipe_py import BackendUnavailable, DecodeError
 from torchpipe_py.backends.image import gpujpeg, nvimgcodec
@@ -245,6 +248,43 @@ def test_missing_library_error_names_the_package(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]>=0\.9'\)"):
         NvImageCodec(CPU, STREAM, TRIAL)
+
+
+def test_instances_that_are_set_up_in_parallel_leave_stderr_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, library: Library
+) -> None:
+    monkeypatch.delitem(sys.modules, "nvidia.nvimgcodec")
+    second_imports, first_is_ready = threading.Event(), threading.Event()
+    imports: list[str] = []
+
+    def slow_import(name: str) -> Library:
+        imports.append(name)
+        if len(imports) == 1:
+            second_imports.wait(0.2)  # it does not, unless both import at once
+        else:
+            second_imports.set()
+            first_is_ready.wait(WAIT)
+        sys.modules[name] = library
+        return library
+
+    def first() -> None:
+        NvImageCodec(CPU, STREAM, TRIAL)
+        first_is_ready.set()
+
+    monkeypatch.setattr(nvimgcodec, "importlib", SimpleNamespace(import_module=slow_import))
+    before, kept = os.fstat(2), os.dup(2)
+    try:
+        threads = [threading.Thread(target=first), threading.Thread(target=NvImageCodec, args=(CPU, STREAM, TRIAL))]
+        for thread in threads:
+            thread.start()
+            eventually(lambda: imports)
+        for thread in threads:
+            thread.join(WAIT)
+        assert os.path.samestat(os.fstat(2), before)
+        assert "PYNVIMGCODEC_VERBOSITY" not in os.environ
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 class Fallback:

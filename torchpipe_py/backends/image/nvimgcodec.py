@@ -6,8 +6,10 @@ import ctypes
 import importlib
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import compress
 from tempfile import TemporaryFile
 from typing import Any
@@ -18,6 +20,8 @@ OLDEST_VERSION = "0.9"
 CPU_THREADS = 1  # of each decoder, for the CPU's part of decoding
 KEPT_BYTES = 2**28  # image memory that stays allocated between two calls
 
+_LIBRARY = "nvidia.nvimgcodec"
+_importing = threading.Lock()
 _OTHER_FORMATS = re.compile(rb"(?i)nvjpeg2k|nvjpeg2000|nvtiff")
 _VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
 _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
@@ -74,8 +78,7 @@ class NvImageCodec:
         import torch
 
         try:
-            with _silent():
-                library: Any = importlib.import_module("nvidia.nvimgcodec")
+            library = _imported()
         except ImportError as error:
             problem = f'decoder = "nvimgcodec" needs nvImageCodec (pip install {package(torch)!r})'
             raise BackendUnavailable(f"{problem}: {error}") from error
@@ -186,6 +189,12 @@ def package(torch: Any) -> str:
     """The requirement for pip that fits this PyTorch."""
     cuda = (torch.version.cuda or "").partition(".")[0]
     return f"nvidia-nvimgcodec-cu{cuda}[nvjpeg]>={OLDEST_VERSION}"
+
+
+def _imported() -> Any:
+    # NOTE: by one thread at a time, since instances are set up in parallel and ``_silent`` changes the whole process.
+    with _importing, nullcontext() if _LIBRARY in sys.modules else _silent():
+        return importlib.import_module(_LIBRARY)
 
 
 @contextmanager
