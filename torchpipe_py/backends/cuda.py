@@ -37,19 +37,24 @@ def cuda_device(device_id: int) -> Any:
     return torch.device("cuda", device_id)
 
 
+_without_collection = threading.Lock()
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """A context without garbage collections, in processes that are forked in it too, until they enable them.
 
-    What a collection frees may be CUDA's, on a thread or in a process where that does harm.
+    What a collection frees may be CUDA's, on a thread or in a process where that does harm. One thread at a time is in
+    such a context: the first of two to leave would enable collections for the other.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _without_collection:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 # Process-wide, like the devices and PyTorch's memory. Returned streams are reused, since PyTorch caches memory per

@@ -291,6 +291,7 @@ def _safe_path() -> Iterator[None]:
     """A context in which new processes do not import from the working directory, where `python -c` looks first.
 
     The workers keep the environment variable until they ``start``. Python 3.10 does not support it.
+    NOTE: used inside ``no_collection``, which lets one thread in at a time: all threads have one environment.
     """
     is_set = "PYTHONSAFEPATH" in os.environ
     os.environ.setdefault("PYTHONSAFEPATH", SAFE_PATH)
