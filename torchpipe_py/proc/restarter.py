@@ -207,7 +207,7 @@ class Restarter:
             self.pool.lose(child.link, error, is_at_fault)
 
     def _restart(self, is_over: Callable[[], bool]) -> None:
-        """Start a child to replace a dead one, unless it is over; if no child is left for any call, waiting calls fail."""
+        """Replace a dead child, unless it is over; if no child is left for any call, waiting calls fail."""
         pool, reason = self.pool, None
         for _ in range(LOSSES):
             if is_over():

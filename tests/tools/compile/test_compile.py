@@ -259,7 +259,7 @@ def test_files_are_replaced_not_written_over(copy: Path, monkeypatch: pytest.Mon
     made.parent.mkdir()
     shutil.copy(int8_model(), made)
     tables["n"]["model"] = str(made)
-    command._write({**report, "written": []}, tables, Path("c.toml"), Wanted(budget=1.0))
+    command._write({**report, "written": []}, tables, Path("c.toml"), Wanted(budget=1.0), made.parent)
     model, *others = zip(written, before, strict=True)
     assert model[0].stat().st_ino == model[1][0], "the same model need not be written again"
     for path, (inode, file) in others:
@@ -267,6 +267,17 @@ def test_files_are_replaced_not_written_over(copy: Path, monkeypatch: pytest.Mon
         assert file.read(), path
     for _, file in before:
         file.close()
+
+
+def test_model_that_this_run_has_not_made_is_not_copied(copy: Path) -> None:
+    report = json.loads((copy / "report.json").read_text(encoding="utf-8")) | {"written": []}
+    own, tables = copy / "torchpipe-compile-mine" / "n.int8.onnx", parse_toml("c.toml")
+    own.parent.mkdir()
+    shutil.copy(int8_model(), own)
+    tables["n"]["model"] = str(own)
+    command._write(report, tables, Path("c.toml"), Wanted(budget=1.0), copy / "torchpipe-compile-run")
+    assert report["written"] == ["c.toml", "c.certificate.json", "c.certificate.html"]
+    assert parse_toml("c.toml")["n"]["model"] == str(own)
 
 
 def test_file_that_changes_meanwhile_is_not_certified(pixels: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def compile_config(
             if found != reference:
                 raise ToolError(f"{path}: it, or a file that it names, changed meanwhile; compile it again")
             report |= {"reference": reference, "pictures": pictures_of(halves)}
-            _write(report, report["tuned"] or tables, out, wanted)
+            _write(report, report["tuned"] or tables, out, wanted, Path(folder))
     return report
 
 
@@ -223,8 +223,10 @@ def gpu_names() -> list[str]:
 # --- files
 
 
-def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted) -> None:
+def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted, folder: Path) -> None:
     """Write the compiled file with its int8 models, the certificate and its page; names them in ``report``.
+
+    The models are those that this run has made in ``folder``.
 
     The TOML file is written last. If writing stops before, the TOML file is missing or not the certified one.
     """
@@ -232,7 +234,7 @@ def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted:
     try:
         for name, table in written.items():
             for key, value in table.items():
-                if isinstance(value, str) and value.endswith(INT8) and "torchpipe-compile-" in value:
+                if isinstance(value, str) and Path(value).parent == folder:
                     # NOTE: another model has another name: a service that runs may use the one of an earlier file.
                     found = certificate.file_hash(value)
                     model = Path(f"{stem}.{name}.{found[:DIGITS]}{INT8}")
