@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import ConfigError, InvalidRequest, Overloaded, PipeClosed, UnknownNode, counted
+from torchpipe_py.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PipeClosed,
+    UnknownNode,
+    counted,
+)
 from torchpipe_py.keys import TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY
 from torchpipe_py.metrics import summed
 from torchpipe_py.plan.config import DEFAULT_MAX_INFLIGHT
@@ -169,7 +179,27 @@ class Pipes:
 
     async def acall(self, data: Data, timeout: float | None = None) -> Data:
         """See ``pipe.acall``, for one request."""
-        return await self._members.find(data.get(TASK_NODE_NAME_KEY)).acall(data, timeout)
+        future: Future[Data] = Future()
+
+        def settle(data: Data, error: BaseException | None) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if error is None:
+                future.set_result(data)
+            else:
+                future.set_exception(error)
+
+        ticket = self.dispatch(data, settle, timeout)
+        future.add_done_callback(lambda done: done.cancelled() and ticket.cancel())
+        outcome = asyncio.wrap_future(future)
+        if timeout is None:
+            return await outcome
+        late = DeadlineExceeded(f"not finished within {timeout} s")
+        timer = asyncio.get_running_loop().call_later(timeout, ticket.cancel, late)
+        try:
+            return await outcome
+        finally:
+            timer.cancel()
 
     def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         """See ``pipe.check_delay``; a request without a known root is refused later."""
