@@ -96,6 +96,7 @@ class pipe:
         """Every root that a request may enter, as a ``Model``: ``name``, ``version``, ``root``."""
         self.roots, self.only_root = plan.roots, plan.only_root
         """Maps each valid ``node_name`` to a root; and the root of a request without ``node_name``."""
+        self._recording = threading.Lock()  # of what records: ``recorders``, ``_make_request``, ``_spans``
         self._make_request: MakeRequest = Request
         self._spans: Spans | None = None
 
@@ -381,17 +382,18 @@ class pipe:
 
         Raises ``RuntimeError`` if the pipe is already traced. Requests under way at start or end are partly recorded.
         """
-        recorders = self._runtime.recorders
-        if any(isinstance(each, Trace) and not each.is_over for each in recorders):
-            raise RuntimeError("the pipe is being traced already")
-        trace = Trace(limit)
+        recorders, trace = self._runtime.recorders, Trace(limit)
         try:
-            # NOTE: remove a trace whose end was interrupted.
-            recorders[:] = [trace, *[each for each in recorders if not isinstance(each, Trace)]]
+            with self._recording:
+                if any(isinstance(each, Trace) and not each.is_over for each in recorders):
+                    raise RuntimeError("the pipe is being traced already")
+                # NOTE: remove a trace whose end was interrupted.
+                recorders[:] = [trace, *[each for each in recorders if not isinstance(each, Trace)]]
             yield trace
         finally:
             trace.is_over = True
-            recorders[:] = [each for each in recorders if each is not trace]
+            with self._recording:
+                recorders[:] = [each for each in recorders if each is not trace]
 
     @contextmanager
     def timed(self, with_pictures: bool = False) -> Iterator[list[Timeline]]:
@@ -406,9 +408,10 @@ class pipe:
 
     def record_timelines(self) -> None:
         """Prepare for ``timed``: requests have timelines where ``wanted_timelines`` asks for them."""
-        if self._make_request in (Request, getattr(self._spans, "request", None)):
-            self._make_request = making_timelines(self._make_request)
-        self._record_timelines()
+        with self._recording:
+            if self._make_request in (Request, getattr(self._spans, "request", None)):
+                self._make_request = making_timelines(self._make_request)
+            self._record_timelines()
 
     def _record_timelines(self) -> None:
         if add_to_timelines not in self._runtime.recorders:
@@ -421,8 +424,6 @@ class pipe:
         ``starts_traces`` is false, no spans are recorded. The default is the global provider. ``close`` records the
         remaining spans. Raises ``ImportError`` without OpenTelemetry, ``RuntimeError`` if spans are already recorded.
         """
-        if self._spans is not None:
-            raise RuntimeError("the pipe makes spans already")
         try:
             from opentelemetry.trace import get_tracer_provider
 
@@ -431,11 +432,14 @@ class pipe:
             raise ImportError(f"spans need OpenTelemetry (pip install 'torchpipe_py[otel]'): {error}") from error
         runtime = self._runtime
         labels = {name: plan.label for name, plan in runtime.plans.items()}
-        spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
-        weakref.finalize(self, spans.stop).atexit = False
-        self._record_timelines()
-        runtime.contexts.append(spans.around)
-        self._make_request = spans.request
+        with self._recording:
+            if self._spans is not None:
+                raise RuntimeError("the pipe makes spans already")
+            spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
+            weakref.finalize(self, spans.stop).atexit = False
+            self._record_timelines()
+            runtime.contexts.append(spans.around)
+            self._make_request = spans.request
 
     def close(self, timeout: float | None = None) -> bool:
         """Finish running batches, fail queued requests with ``PipeClosed``, end every thread. Idempotent.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Register
 from kit.backends import Company, Echo, EchoFour, Gate
+from kit.inside import node_of, runtime_of
 from kit.kept_spans import KeptSpans
-from kit.waits import WAIT, outcome
+from kit.waits import WAIT, in_threads, outcome
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
@@ -143,6 +146,28 @@ def test_timeline_records_one_request_among_others() -> None:
         (timeline,) = timelines
         assert Counter(visit.node for visit in timeline.all_visits()) == {"first": 1, "jump": 1, "inner": 2}
         assert all(one.arrived <= one.collected <= one.started <= one.ended for one in timeline.all_visits())
+
+
+def test_threads_that_first_ask_for_timelines_together_get_each_visit_once() -> None:
+    other = threading.Barrier(2)
+
+    class Shared(list[Any]):
+        """Recorders that two threads look at before either adds one, if they can."""
+
+        def __contains__(self, recorder: object) -> bool:
+            is_there = super().__contains__(recorder)
+            with suppress(threading.BrokenBarrierError):
+                other.wait(0.2)
+            return is_there
+
+    with pipe({"backend": "Identity"}) as run:
+        runtime_of(run).recorders = shared = Shared()
+        node_of(run).instances[0].record.traces = shared
+        in_threads(2, lambda _: run.record_timelines())
+        with run.timed() as timelines:
+            run({"data": 1})
+        (timeline,) = timelines
+        assert len(timeline.all_visits()) == 1
 
 
 # -- spans ------------------------------------------------------------------------------------------------------------
