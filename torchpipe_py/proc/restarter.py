@@ -11,7 +11,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.image.memory import waiting
+from torchpipe_py.backends.current import waiting
 from torchpipe_py.errors import WorkerDied, first_line
 from torchpipe_py.proc.child import ChildProcess, Running, start_interpreter
 from torchpipe_py.proc.codec import Packed

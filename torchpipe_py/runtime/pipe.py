@@ -15,7 +15,7 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from torchpipe_py.backends.image.memory import CURRENT
+from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
 from torchpipe_py.keys import (
@@ -111,8 +111,8 @@ class pipe:
         requests = self._requests(data, wake, timeout)
         if not requests:
             return data
-        if CURRENT.waiter is not None:
-            self._runtime.refuse_wait(CURRENT.waiter, requests)
+        if CURRENT.instance is not None:
+            self._runtime.refuse_wait(CURRENT.instance, requests)
         stands_in = timeout is None and len(requests) == 1
         deputy = self._runtime.deputy
         if deputy is None:

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 from torchpipe_py.backends.base import Backend, Data
 from torchpipe_py.backends.control.python import PythonClass
+from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.backends.deferred import DeferredBackend, HandOverBackend
-from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import (
     BackendUnavailable,
     ConfigError,
@@ -336,13 +336,13 @@ class Runtime:
                 for request in requests:
                     self._enter(request)
         if caller:
-            outer = CURRENT.waiter
+            outer = CURRENT.instance
             try:
                 while caller:  # until other threads have taken over, or the request is finished
                     node, request = caller.pop()
                     node.run_on_caller(request)
             finally:
-                CURRENT.waiter = outer
+                CURRENT.instance = outer
 
     def _enter(self, request: Request) -> None:
         data = request.data
@@ -394,10 +394,10 @@ class Runtime:
         """The instance whose own thread, or a thread that acts for it, is calling."""
         return next((instance for instance in self.instances if instance.is_current), None)
 
-    def refuse_wait(self, waiter: object, requests: Sequence[Request]) -> None:
+    def refuse_wait(self, instance: object, requests: Sequence[Request]) -> None:
         """Raise ``RuntimeError`` if an instance's thread would wait for requests that may reach its own node."""
         for name, instances in self._instances.items():
-            if waiter in instances:
+            if instance in instances:
                 reaching = frozenset().union(*({each, *self.graph.upstream[each]} for each in self._logical[name]))
                 if any(request.node in reaching for request in requests):
                     raise RuntimeError(

@@ -15,8 +15,9 @@ import pytest
 from kit.waits import eventually, run
 
 from torchpipe_py import DeadlineExceeded, pipe
+from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.backends.image import memory as memory_module
-from torchpipe_py.backends.image.memory import CURRENT, DECODING, SMALL, DecodingMemory
+from torchpipe_py.backends.image.memory import DECODING, SMALL, DecodingMemory
 
 SIZE = 2 * SMALL
 
@@ -33,7 +34,7 @@ class Holder(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        CURRENT.waiter, (memory, *arguments) = self, self._arguments
+        CURRENT.instance, (memory, *arguments) = self, self._arguments
         with memory.reserved(*arguments):
             self.has.set()
             self.may_end.wait(60)

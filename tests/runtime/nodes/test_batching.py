@@ -15,7 +15,7 @@ from kit.backends import EchoFour, Gate
 from kit.waits import WAIT, all_idle, error_of, eventually, outcome, wait_queued
 
 from torchpipe_py import pipe
-from torchpipe_py.backends.image.memory import CURRENT
+from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.runtime.nodes.queues import BatchQueue
 from torchpipe_py.runtime.request import Request
 
@@ -240,7 +240,7 @@ def test_batch_may_wait_until_its_last_deadline(
 
         def forward(self, items: list[Data]) -> None:
             super().forward(items)
-            deadlines.append(CURRENT.waiter.deadline if CURRENT.waiter else None)
+            deadlines.append(CURRENT.instance.deadline if CURRENT.instance else None)
 
     with pipe({"backend": register(Waits)}) as p, gate:
         held = gate.hold(p, {"data": "first"})

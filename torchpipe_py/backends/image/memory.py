@@ -6,10 +6,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter
-from typing import Protocol
 
+from torchpipe_py.backends.current import CURRENT, waiting
 from torchpipe_py.errors import DeadlineExceeded, logger
 
 SMALL = 2**22
@@ -17,27 +17,6 @@ SMALL = 2**22
 
 LONG = 1.0
 """Seconds after which a wait is logged."""
-
-
-class Waiter(Protocol):
-    """The instance that decodes: its deadline (``time.perf_counter``), and its wake-up."""
-
-    deadline: float | None
-
-    def waiting(self) -> AbstractContextManager[None]: ...
-
-
-class _CurrentThread(threading.local):
-    waiter: Waiter | None = None
-
-
-CURRENT = _CurrentThread()
-"""``waiter``: the instance for which the calling thread decodes, or ``None`` outside a pipe."""
-
-
-def waiting() -> AbstractContextManager[None]:
-    """A context in which the calling thread runs no backend, but waits for a bounded time."""
-    return nullcontext() if CURRENT.waiter is None else CURRENT.waiter.waiting()
 
 
 class DecodingMemory:
@@ -62,17 +41,17 @@ class DecodingMemory:
     def reserved(self, size: int, limit: int, is_large: bool = False) -> Iterator[None]:
         """Wait until ``size`` bytes and those in use are within ``limit``, and count them until the end.
 
-        Raises ``DeadlineExceeded`` if the deadline of ``CURRENT.waiter`` comes first.
+        Raises ``DeadlineExceeded`` if the deadline of ``CURRENT.instance`` comes first.
         """
         if size <= SMALL:
             yield
             return
         reservation = _Reservation(size, limit, is_large)
-        waiting = self._waiting_large if is_large else self._waiting
+        queue = self._waiting_large if is_large else self._waiting
         # NOTE: Ctrl-C may interrupt a caller that decodes its own image anywhere here, even while it waits.
         try:
             with self._lock:
-                waiting.append(reservation)
+                queue.append(reservation)
                 self._admit()
             if not reservation.admitted.acquire(blocking=False):
                 _wait(reservation)
@@ -80,15 +59,15 @@ class DecodingMemory:
         finally:
             with self._lock:
                 self._under_way.discard(reservation)
-                if reservation in waiting:
-                    waiting.remove(reservation)
+                if reservation in queue:
+                    queue.remove(reservation)
                 self._admit()
 
     def _admit(self) -> None:
-        for waiting in (self._waiting_large, self._waiting):
-            while waiting and self._has_room(waiting[0]):
-                self._under_way.add(waiting[0])
-                waiting.popleft().admitted.release()
+        for queue in (self._waiting_large, self._waiting):
+            while queue and self._has_room(queue[0]):
+                self._under_way.add(queue[0])
+                queue.popleft().admitted.release()
 
     def _has_room(self, next_: _Reservation) -> bool:
         large = sum([used.size for used in self._under_way if used.is_large])
@@ -110,8 +89,8 @@ class _Reservation:
 
 
 def _wait(reservation: _Reservation) -> None:
-    waiter, since = CURRENT.waiter, perf_counter()
-    deadline = None if waiter is None else waiter.deadline
+    instance, since = CURRENT.instance, perf_counter()
+    deadline = None if instance is None else instance.deadline
     timeout = -1 if deadline is None else min(max(0.0, deadline - since), threading.TIMEOUT_MAX)
     with waiting():
         is_admitted = reservation.admitted.acquire(timeout=timeout)

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
 from torchpipe_py.backends.control.basic import Composed
-from torchpipe_py.backends.image.memory import CURRENT
+from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.errors import log_failure
 from torchpipe_py.metrics import Metrics, collect_in
 from torchpipe_py.plan.build import NodePlan
@@ -112,7 +112,7 @@ class Instance(Sleeper):
         finally:
             self._is_set_up.set()
         self._is_opened.wait()
-        CURRENT.waiter = self
+        CURRENT.instance = self
         if self._serve is not None:
             self._serve(self)
         try:

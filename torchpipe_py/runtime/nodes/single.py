@@ -11,8 +11,8 @@ from threading import get_ident
 from time import perf_counter
 
 from torchpipe_py.backends.base import Data, explain_returned
+from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.backends.deferred import DeferredBackend
-from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.runtime.nodes.idle import IdleStack
 from torchpipe_py.runtime.nodes.instance import Instance
@@ -62,7 +62,7 @@ class SingleNode(Node):
     def run_on_caller(self, request: Request) -> None:
         """Run the backend on the calling thread instead of an idle instance; queue the request if none is idle.
 
-        ``CURRENT.waiter`` then is that instance, until the caller resets it.
+        ``CURRENT.instance`` then is that instance, until the caller resets it.
         """
         instance = self._idle.borrow()
         if instance is None:
@@ -71,7 +71,7 @@ class SingleNode(Node):
             self._reached.discard(request)
             return
         try:
-            CURRENT.waiter = instance
+            CURRENT.instance = instance
             instance.busy = 1
             instance.stand_ins.add(get_ident())
             self._reached.discard(request)
