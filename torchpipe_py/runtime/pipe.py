@@ -587,11 +587,18 @@ class Ticket:
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits for an instance, here or in another process; a momentary answer."""
-        request, links = self._request, self._request.links
-        if links is not None and links.has_begun is not None:
-            return not (links.has_begun() or request.done)
-        return not request.done and any(node.is_waiting(request) for node in self._runtime.nodes.values())
+        """Whether nothing works on it yet, here or in another process; a momentary answer."""
+        # NOTE: in this order, or a request that ends in between counts as queued.
+        return not (self._has_begun_elsewhere() or self.is_running or self.is_over)
+
+    def _has_begun_elsewhere(self) -> bool:
+        """Whether another process works on it, or the requests that it has started, or branches of it."""
+        links = self._request.links
+        if links is None:
+            return False
+        if links.has_begun is not None:
+            return links.has_begun()
+        return links.branches is not None or bool(links.on_completed)
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``, or because its client left; drops it if it is queued.

@@ -311,7 +311,8 @@ def test_a_call_that_is_cancelled_at_any_moment_holds_no_bytes(name: str, monkey
 
     def start(request: Any, done: Any) -> None:
         answers[0] += 1
-        answer: Any = SimpleNamespace(message=b"answer %d" % answers[0], headers={})
+        written = b"answer %d" % answers[0]
+        answer: Any = SimpleNamespace(message=SimpleNamespace(SerializeToString=lambda: written), headers={})
         if request.message == b"refuse":
             answer = Overloaded("refused", 1000)
         loop.call_soon(loop.call_soon, done, answer)

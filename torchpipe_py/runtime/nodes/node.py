@@ -136,15 +136,8 @@ class Node:
 
         A request whose client has left stays queued until its turn, when it is dropped.
         """
-        return 0 if self.is_closing else sum(not request.done for request in self._waiting_requests())
-
-    def is_waiting(self, request: Request) -> bool:
-        """Whether the request waits here for an instance, or for its turn; a momentary answer."""
-        return request in self._waiting_requests()
-
-    def _waiting_requests(self) -> list[Request]:
         waiting = [] if self._order is None else self._order.waiting_requests()
-        return [*self._queued_requests(), *waiting]
+        return 0 if self.is_closing else sum(not request.done for request in [*self._queued_requests(), *waiting])
 
     def _queued_requests(self) -> list[Request]:
         """A copy of all requests that wait here for an instance."""

@@ -281,7 +281,7 @@ def run_compile(args: argparse.Namespace) -> int:
     """0 once a file is certified, 1 if none is, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot compile."""
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.compiled.toml")
-    check_outputs({"out": out, "json": args.json}, path)
+    check_outputs({"out": out, "json": args.json}, [path])
     options = options_of(args)
     with progress_bar(args.progress, has_lines=True) as show:
         options["progress"] = lambda phase, share, left: show(phase, share, f"about {left:.0f} s left")
