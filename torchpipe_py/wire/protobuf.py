@@ -1,7 +1,9 @@
-"""Checks of a message of Protocol Buffers before it is parsed."""
+"""Messages of Protocol Buffers, checked before they are parsed, or read without their classes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +16,10 @@ _SIZES = {1: 8, 5: 4}  # bytes by wire type, of types with a fixed size
 _MOST_VARINT = 10
 _TEXT, _RAW = 9, 12  # the types of fields that are a text or bytes
 _FIXED = {1: 8, 2: 4, 6: 8, 7: 4, 15: 4, 16: 8}  # bytes by the type of fields whose numbers have a fixed size
+
+
+Span = tuple[int, int]
+"""Where a field's value begins and ends."""
 
 
 class Slices(Protocol):
@@ -83,3 +89,30 @@ def varint(data: Slices, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return number, at + index + 1
     raise InvalidRequest("the message is cut short")
+
+
+def fields_of(data: Slices, message: Span) -> dict[int, list[Span]]:
+    """A message's fields by their numbers. ``ValueError`` and ``IndexError`` if it is not a protobuf message."""
+    fields: dict[int, list[Span]] = defaultdict(list)
+    at, end = message
+    while at < end:
+        tag, start = varint(data, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            at = varint(data, start)[1]
+        elif kind == _BYTES:
+            length, start = varint(data, start)
+            at = start + length
+        elif kind in _SIZES:
+            at = start + _SIZES[kind]
+        else:
+            raise ValueError(f"a field of type {kind}")
+        if at > end:
+            raise ValueError("a field that ends after its message")
+        fields[tag >> 3].append((start, at))
+    return fields
+
+
+def text_of(data: Slices, spans: Sequence[Span]) -> str:
+    """The text of a field."""
+    return b"".join([data[start:end] for start, end in spans]).decode()

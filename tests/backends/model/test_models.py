@@ -409,13 +409,13 @@ def test_header_of_a_file_that_is_written_anew_meanwhile(tmp_path: Path, monkeyp
         constants=weights,
     )  # fmt: skip
     assert [spec.name for spec in onnx_graph.read_header(path).inputs] == ["x"]
-    right = onnx_graph._text
+    right = onnx_graph.text_of
 
     def cut(*args: Any) -> str:
         os.truncate(path, 100)
         return right(*args)
 
-    monkeypatch.setattr(onnx_graph, "_text", cut)
+    monkeypatch.setattr(onnx_graph, "text_of", cut)
     assert onnx_graph.read_header(path).problem == "its content is not that of one, or is cut off"
 
 

@@ -17,7 +17,7 @@ from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import REDACTED, ModelFile, outside_files
 from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.files import FileContent
-from torchpipe_py.wire.protobuf import varint
+from torchpipe_py.wire.protobuf import Span, fields_of, text_of, varint
 
 
 def keep_telemetry_off() -> None:
@@ -371,9 +371,6 @@ NORMALISATION = "torchpipe.normalisation"
 
 _NOTED = re.compile(r'mean = "[0-9., e+-]{1,200}" and std = "[0-9., e+-]{1,200}"')
 
-Span = tuple[int, int]
-"""Start and end of a range of bytes in the file."""
-
 
 @dataclass(frozen=True)
 class Header:
@@ -392,14 +389,14 @@ def read_header(path: str) -> Header:
     try:
         with open(path, "rb") as file:
             content = FileContent(file)
-            model = _fields(content, (0, len(content)))
+            model = fields_of(content, (0, len(content)))
             if len(model[_GRAPH]) != 1:
                 return Header([], [], "it has no graph")
             if not model[_OPSET]:
                 return Header([], [], "it names no set of operators, perhaps since it is cut off")
-            fields = _fields(content, model[_GRAPH][0])
+            fields = fields_of(content, model[_GRAPH][0])
             # In old files, weights are listed as inputs, too.
-            names = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
+            names = {text_of(content, fields_of(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             inputs = [_declared(content, span) for span in fields[_INPUT]]
             outputs = [_declared(content, span) for span in fields[_OUTPUT]]
             return Header([spec for spec in inputs if spec.name not in names], outputs)
@@ -460,9 +457,9 @@ def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
     try:
         with open(path, "rb") as file:
             content = FileContent(file)
-            (graph,) = _fields(content, (0, len(content)))[_GRAPH]
-            fields = _fields(content, graph)
-            constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
+            (graph,) = fields_of(content, (0, len(content)))[_GRAPH]
+            fields = fields_of(content, graph)
+            constants = {text_of(content, fields_of(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             if not fields[_INPUT]:
                 yield "it has no input for a request's data"
             for what, number in (("input", _INPUT), ("output", _OUTPUT)):
@@ -475,17 +472,17 @@ def unserved_tensors(path: str, takes_scalars: bool) -> Iterator[str]:
 def _unserved(
     content: bytes | FileContent, what: str, value: Span, constants: Collection[str], takes_scalars: bool
 ) -> Iterator[str]:
-    fields = _fields(content, value)
-    name, types = _text(content, fields[_NAME]), fields[_TYPE]
+    fields = fields_of(content, value)
+    name, types = text_of(content, fields[_NAME]), fields[_TYPE]
     if not types:
         return
     (declared,) = types
-    tensors = _fields(content, declared)[_TENSOR_TYPE]
+    tensors = fields_of(content, declared)[_TENSOR_TYPE]
     if not tensors:
-        kind = next((kind for field, kind in _OTHER_KINDS.items() if field in _fields(content, declared)), "")
+        kind = next((kind for field, kind in _OTHER_KINDS.items() if field in fields_of(content, declared)), "")
         yield f"{what} {name!r} is {kind and f'{kind}, '}not a tensor"
         return
-    inner = _fields(content, tensors[-1])
+    inner = fields_of(content, tensors[-1])
     (number,) = [varint(content, start)[0] for start, _ in inner[_ELEMENT_TYPE]] or [0]
     if number and number not in ELEMENT_TYPES:
         yield f"{what} {name!r} has {_element_type(number)}; supported: {', '.join(ELEMENT_TYPES.values())}"
@@ -493,7 +490,7 @@ def _unserved(
     if what == "input" and name not in constants:
         if not shapes:
             yield f"input {name!r} {NO_SHAPE}"
-        elif not takes_scalars and not _fields(content, shapes[-1])[_DIM]:
+        elif not takes_scalars and not fields_of(content, shapes[-1])[_DIM]:
             yield f"input {name!r} {SCALAR}"
 
 
@@ -528,47 +525,21 @@ def metadata(file: ModelFile) -> dict[str, str]:
 
 def _metadata(content: bytes | FileContent) -> dict[str, str]:
     try:
-        entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
-        return {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
+        entries = [fields_of(content, span) for span in fields_of(content, (0, len(content)))[_METADATA]]
+        return {text_of(content, entry[_KEY]): text_of(content, entry[_VALUE]) for entry in entries}
     except (ValueError, IndexError):  # cut off, or not an ONNX file
         return {}
 
 
 def _declared(content: bytes | FileContent, value: Span) -> TensorSpec:
-    fields = _fields(content, value)
-    name = _text(content, fields[_NAME])
-    tensors = [inner for span in fields[_TYPE] for inner in _fields(content, span)[_TENSOR_TYPE]]
-    kinds = [varint(content, start)[0] for span in tensors for start, _ in _fields(content, span)[_ELEMENT_TYPE]]
+    fields = fields_of(content, value)
+    name = text_of(content, fields[_NAME])
+    tensors = [inner for span in fields[_TYPE] for inner in fields_of(content, span)[_TENSOR_TYPE]]
+    kinds = [varint(content, start)[0] for span in tensors for start, _ in fields_of(content, span)[_ELEMENT_TYPE]]
     spans = tensors
     for number in (_SHAPE, _DIM):
-        spans = [inner for span in spans for inner in _fields(content, span)[number]]
-    sizes = [sum(varint(content, start)[0] for start, _ in _fields(content, dim)[_DIM_VALUE]) for dim in spans]
+        spans = [inner for span in spans for inner in fields_of(content, span)[number]]
+    sizes = [sum(varint(content, start)[0] for start, _ in fields_of(content, dim)[_DIM_VALUE]) for dim in spans]
     # Some exporters write -1 for any size, as ONNX Runtime reads it.
     dims = tuple([size if 0 < size < 2**63 else None for size in sizes])
     return TensorSpec(name, dims, _element_type(kinds[-1]) if kinds else "")
-
-
-def _text(content: bytes | FileContent, spans: Sequence[Span]) -> str:
-    return b"".join([content[start:end] for start, end in spans]).decode()
-
-
-def _fields(content: bytes | FileContent, message: Span) -> dict[int, list[Span]]:
-    """A message's fields by their numbers. ``ValueError`` and ``IndexError`` if it is not a protobuf message."""
-    fields: dict[int, list[Span]] = defaultdict(list)
-    at, end = message
-    while at < end:
-        tag, start = varint(content, at)
-        kind = tag & 7
-        if kind == 0:
-            at = varint(content, start)[1]
-        elif kind == 2:
-            length, start = varint(content, start)
-            at = start + length
-        elif kind in (1, 5):
-            at = start + (8 if kind == 1 else 4)
-        else:
-            raise ValueError(f"a field of type {kind}")
-        if at > end:
-            raise ValueError("a field that ends after its message")
-        fields[tag >> 3].append((start, at))
-    return fields
