@@ -21,11 +21,11 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py.encryption.model_file import ModelFile, outside_files
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.files import read_bytes
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.config import Tables, parse_toml, used_backends
+from torchpipe_py.plan.files import file_hash, files_of
 from torchpipe_py.registry import ENTRY_POINT_GROUP
 
 SCHEMA = 2
@@ -34,8 +34,6 @@ SCHEMA = 2
 ENDING = ".certificate.json"
 
 DIGEST = "digest"
-
-_BLOCK = 2**20
 
 _OPENCV = ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless")
 _ALWAYS = ("numpy", "torch", *_OPENCV, "pillow", "simplejpeg", "onnxruntime", "onnxruntime-gpu")
@@ -47,15 +45,6 @@ _BY_BACKEND = {
 
 
 # --- files and versions
-
-
-def file_hash(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file, in hex. Raises ``OSError``."""
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
 
 
 def versions(tables: Mapping[str, Any]) -> dict[str, str]:
@@ -116,16 +105,13 @@ def described(pipeline: Pipeline, path: str, sha256: str, code: Iterable[str]) -
     ``sha256`` is that of the TOML file, which need not be written yet.
     """
     folder, files, code = os.path.dirname(path), dict[tuple[str, str, str], str](), [*code]
-    for name, plan in pipeline.plans.items():
-        for part in plan.parts():
-            for attribute, param in part.cls.parameters().items():
-                located, key = part.params.get(attribute), part.keys.get(attribute)
-                # NOTE: a key of encryption is a secret that is as good under another name.
-                if not (param.file and located and key) or attribute == "key_file":
-                    continue
-                written = _as_written(plan.spec.params[key], str(located), folder)
-                for each in (written, *_weights(part.params, written, str(located))):
-                    files[name, key, each] = file_hash(_located(each, folder))
+    for each in files_of(pipeline):
+        # NOTE: a key of encryption is a secret that is as good under another name.
+        if each.key is None or each.attribute == "key_file":
+            continue
+        written = _as_written(pipeline.plans[each.node].spec.params[each.key], each.path, folder)
+        for name in (written, *(os.path.join(os.path.dirname(written), weights) for weights in each.weights)):
+            files[each.node, each.key, name] = file_hash(_located(name, folder))
     return {
         "path": path,
         "sha256": sha256,
@@ -144,16 +130,6 @@ def _as_written(value: Any, located: str, folder: str) -> str:
     """Which of the paths in a value, separated by ``|`` or ``&``, is the file that was found."""
     parts = [part.strip() for part in re.split(r"[|&]", str(value))]
     return next((part for part in parts if located in (part, os.path.join(folder, part))), located)
-
-
-def _weights(params: Mapping[str, Any], written: str, located: str) -> Iterator[str]:
-    """The files with weights of a plain ONNX model, beside it."""
-    file = ModelFile(located, params.get("key_file", ""), params.get("key_env", ""))
-    if file.is_onnx and not file.has_key:
-        import onnx
-
-        for name in outside_files(onnx.load(located, load_external_data=False)):
-            yield os.path.join(os.path.dirname(written), name)
 
 
 def _located(path: str, folder: str) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.certificate import DIGEST, SCHEMA, described, digest, file_hash, versions
+from torchpipe_py.certificate import DIGEST, SCHEMA, described, digest, versions
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml
+from torchpipe_py.plan.files import file_hash
 
 
 def certify(config: Path, code: Sequence[str] = (), choices: Mapping[str, Any] | None = None) -> Path:

@@ -14,6 +14,7 @@ from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.plan.binding import BackendPlan, FilterPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, with_jumps
 from torchpipe_py.plan.config import DEFAULT_FILTER, RUNS, NodeSpec, PipelineSpec, load_config
+from torchpipe_py.plan.files import paths_named
 from torchpipe_py.plan.graph import Graph, build_graph
 from torchpipe_py.values import Value
 
@@ -87,21 +88,15 @@ def _reductions(node: NodeSpec) -> list[Value]:
 
 
 def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Files that the shared nodes name, with the current inode, size and modification time of each."""
+    """Files that the shared nodes name, and those with weights of these, with the current inode, size and modification
+    time of each.
+    """
     versions = {}
-    for node in load_config(tables).nodes.values():
-        for value in node.params.values() if node.shared else ():
-            for path in _paths(value, node.place.source):
-                with suppress(OSError, ValueError):  # a string with a null character is no path
-                    status = os.stat(path)
-                    versions[path] = status.st_ino, status.st_size, status.st_mtime_ns
+    for path in paths_named(tables):
+        with suppress(OSError, ValueError):  # a string with a null character is no path
+            status = os.stat(path)
+            versions[path] = status.st_ino, status.st_size, status.st_mtime_ns
     return versions
-
-
-def _paths(value: Value, source: str) -> list[str]:
-    """Paths that a value may name, in the working directory or beside the configuration."""
-    names = [part.strip() for part in value.split("&")] if isinstance(value, str) else []
-    return [path for name in names for path in (name, os.path.join(os.path.dirname(source), name))]
 
 
 def sections(pipeline: Pipeline) -> list[Section]:

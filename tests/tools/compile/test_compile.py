@@ -17,11 +17,12 @@ from unittest.mock import Mock
 import pytest
 from kit.measurer import FakeMeasurer, use_measurer
 
-from torchpipe_py import ConfigError, certificate, parse_toml, pipe
+from torchpipe_py import ConfigError, parse_toml, pipe
 from torchpipe_py.backends.model.onnx import OnnxTensor
 from torchpipe_py.certificate import DIGEST, CertifiedTables, digest, read_certified
 from torchpipe_py.cli import main
 from torchpipe_py.plan.config import Tables
+from torchpipe_py.plan.files import file_hash
 from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
 from torchpipe_py.tools.compile import command, compile_config
@@ -295,14 +296,14 @@ def test_file_that_changes_meanwhile_is_not_certified(pixels: Path, monkeypatch:
 @pytest.mark.parametrize("phase_of_loss", ["", "certify"], ids=["at first", "meanwhile"])
 def test_file_that_cannot_be_read_is_named(pixels: Path, monkeypatch: pytest.MonkeyPatch, phase_of_loss: str) -> None:
     measuring({AT_LEAST: 2.0}, monkeypatch)
-    right, phases = certificate.file_hash, [""]
+    right, phases = file_hash, [""]
 
-    def file_hash(path: Any) -> str:
+    def failing(path: Any) -> str:
         if phases[-1] == phase_of_loss:
             raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
         return right(path)
 
-    monkeypatch.setattr(certificate, "file_hash", file_hash)
+    monkeypatch.setattr(command, "file_hash", failing)
     with pytest.raises(ToolError, match=r"p\.toml: cannot be read: Permission denied"):
         compile_config(
             "p.toml", DEMO / "images", OF_PIXELS, "out.toml", budget=600,

@@ -17,6 +17,7 @@ from torchpipe_py import certificate
 from torchpipe_py.files import replace_file
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
+from torchpipe_py.plan.files import file_hash
 from torchpipe_py.registry import import_code
 from torchpipe_py.tools.compare_models.report import answer
 from torchpipe_py.tools.compare_models.run import Comparison
@@ -86,7 +87,7 @@ def compile_config(
     for name in imports:
         import_code(name)
     with _reading():
-        sha256 = certificate.file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
+        sha256 = file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
     tables, halves = Tables.of(path), Halves.of(os.fspath(img_dir), limits)
     plan = plan_pipeline(tables)
     with _reading():
@@ -102,7 +103,7 @@ def compile_config(
             report["certified"] = False
         if report["certified"]:
             with _reading():
-                found = certificate.described(plan, path, certificate.file_hash(path), imports)
+                found = certificate.described(plan, path, file_hash(path), imports)
             if found != reference:
                 raise ToolError(f"{path}: it, or a file that it names, changed meanwhile; compile it again")
             report |= {"reference": reference, "pictures": pictures_of(halves)}
@@ -208,7 +209,7 @@ def pictures_of(halves: Halves) -> dict[str, Any]:
     """How many pictures there are, and the hash of their names and contents."""
     found = hashlib.sha256()
     for path in sorted([*halves.choosing, *halves.certifying]):
-        found.update(f"{certificate.file_hash(Path(halves.img_dir, path))}  {path.as_posix()}\n".encode())
+        found.update(f"{file_hash(Path(halves.img_dir, path))}  {path.as_posix()}\n".encode())
     counts = {"choosing": len(halves.choosing), "certifying": len(halves.certifying)}
     return {"folder": halves.img_dir, "count": sum(counts.values()), **counts, "sha256": found.hexdigest()}
 
@@ -236,9 +237,9 @@ def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted:
             for key, value in table.items():
                 if isinstance(value, str) and Path(value).parent == folder:
                     # NOTE: another model has another name: a service that runs may use the one of an earlier file.
-                    found = certificate.file_hash(value)
+                    found = file_hash(value)
                     model = Path(f"{stem}.{name}.{found[:DIGITS]}{INT8}")
-                    if not model.is_file() or certificate.file_hash(model) != found:
+                    if not model.is_file() or file_hash(model) != found:
                         replace_file(model, Path(value).read_bytes())
                     table[key] = model.name  # beside the TOML file
                     report["written"].append(os.fspath(model))
@@ -251,7 +252,7 @@ def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted:
     content = text.new_certificate(report, written, sha256, _commands(report, out, wanted), wanted.imports)
     certified = {each["sha256"] for each in content["compiled"]["files"]}
     for name in report["written"]:
-        if certificate.file_hash(name) not in certified:
+        if file_hash(name) not in certified:
             model = os.path.basename(name)
             raise ToolError(f"{model}: a file of this name in the working directory comes before {name}: remove it")
     replace_text(proof, json_text(content))

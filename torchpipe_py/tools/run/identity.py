@@ -11,6 +11,7 @@ from typing import Any
 
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.config import Tables
+from torchpipe_py.plan.files import file_hash, files_of
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.sources import is_url
 
@@ -36,21 +37,10 @@ def identity_of(args: argparse.Namespace, tables: Tables, plan: Pipeline, kind: 
 
 
 def _files(plan: Pipeline, imports: Iterable[str]) -> set[str]:
-    """Models, labels and code: the files that parameters name, and those beside them that begin with their names.
-
-    Caches, which backends write, are not among them.
-    """
-    files = {os.path.abspath(name) for name in imports if name.endswith(".py")}
-    for node in plan.plans.values():
-        for part in (part for backend in node.backends for part in backend.parts()):
-            params = part.cls.parameters()
-            kept = {os.path.abspath(str(part.params.get(name))) for name, param in params.items() if param.kept}
-            for name, param in params.items():
-                if param.file and isinstance(path := part.params.get(name), str) and os.path.isfile(path):
-                    folder, start = os.path.split(os.path.abspath(path))
-                    beside = (os.path.join(folder, each) for each in os.listdir(folder) if each.startswith(start))
-                    files |= {each for each in beside if os.path.isfile(each)} - kept
-    return files
+    """Models with their weights, labels, keys and code."""
+    named = [path for each in files_of(plan) for path in (each.path, *each.beside())]
+    code = [name for name in imports if name.endswith(".py")]
+    return {os.path.abspath(path) for path in (*filter(os.path.isfile, named), *code)}
 
 
 def _digest(content: bytes) -> str:
@@ -58,11 +48,7 @@ def _digest(content: bytes) -> str:
 
 
 def _digest_of_file(path: str) -> str:
-    digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
-            while piece := file.read(2**20):
-                digest.update(piece)
+        return file_hash(path)
     except OSError as error:
         raise ToolError(f"{path}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
