@@ -10,7 +10,7 @@ import logging
 import pickle
 import traceback
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -342,5 +342,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return "valid: " + ", ".join(names)
     bare = {each.lstrip("-"): valid for each, valid in lowered.items()}  # all flags would match by their dashes
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=3, cutoff=0.5)
-    listed = ", ".join(bare[each] for each in near)
-    return f"the nearest of {count}: {listed}" if near else f"none of the {count} valid names is near"
+    three = ", ".join(bare[each] for each in near)
+    return f"the nearest of {count}: {three}" if near else f"none of the {count} valid names is near"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error message; of many, the first ones and the number of the others."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

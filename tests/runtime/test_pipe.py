@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from conftest import Register
 from kit.backends import Echo, EchoFour, Gate
 from kit.waits import WAIT, eventually, outcome
 
-from torchpipe_py import BackendError, InvalidRequest, ItemBackend, pipe
+from torchpipe_py import BackendError, InvalidRequest, ItemBackend, UnknownNode, parse_folder, pipe
 
 Data = dict[str, Any]
 
@@ -287,6 +288,25 @@ def test_refused_list_leaves_every_dict_unchanged() -> None:
         with pytest.raises(InvalidRequest):
             run(first | {"priority": "urgent"})
         assert first == {"data": 1, "result": 1, "error": "of a handler"}
+
+
+def test_roots_of_a_folder_are_listed_once(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for file in ("a.toml", "b/1.toml", "b/2.toml"):
+        (tmp_path / file).write_text('[m]\nbackend = "Identity"\n')
+    with pipe(parse_folder(tmp_path)) as run:
+        for name, said in ((None, "must name one of the roots: a, b/1, b"), ("xyz", "'xyz'; valid: a, b, b/1")):
+            with pytest.raises(UnknownNode) as raised:
+                run({"data": 1, "node_name": name})
+            assert str(raised.value).endswith(said)
+
+
+def test_many_roots_are_listed_in_part() -> None:
+    with (
+        pipe({f"r{index:02}": {"backend": "Identity"} for index in range(20)}) as run,
+        pytest.raises(UnknownNode, match=r"must name one of the roots: r00, r01, .*, r15 and 4 more$"),
+    ):
+        run({"data": 1})
 
 
 def test_node_name_none_means_the_only_root() -> None:

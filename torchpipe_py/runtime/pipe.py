@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torchpipe_py.backends.current import CURRENT
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
+from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, listed, nearest, shown
 from torchpipe_py.keys import (
     TASK_DATA_KEY,
     TASK_NODE_NAME_KEY,
@@ -542,11 +542,15 @@ class pipe:
         return self.roots[name]
 
 
-def unknown_root(name: object, roots: Collection[str]) -> UnknownNode:
+def unknown_root(name: object, roots: Mapping[str, str]) -> UnknownNode:
     """The error for a ``node_name`` that is none of ``roots``; ``None`` if it is missing."""
+    each: dict[str, str] = {}  # a root has several names in a folder: NAME/VERSION, and NAME for the latest one
+    for known, root in roots.items():
+        each[root] = min(each.get(root, known), known, key=len)
+    names = list(each.values())
     if name is None:
-        return UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(roots)}")
-    hint = nearest(name if isinstance(name, str) else "", roots)
+        return UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {listed(names)}")
+    hint = nearest(name if isinstance(name, str) else "", names)
     return UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
 
 

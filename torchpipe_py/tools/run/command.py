@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchpipe_py.cores import NVIDIA, usable_cores
-from torchpipe_py.errors import counted, nearest
+from torchpipe_py.errors import counted, listed, nearest
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.sharing import usual_workers
@@ -313,7 +313,7 @@ def _settings(args: argparse.Namespace, tables: Tables, folder: str) -> Settings
 
 def _check_root(plan: Pipeline, node_name: str | None) -> None:
     if node_name is None and plan.only_root is None:
-        raise ToolError(f"--node_name: has to name one of the roots: {', '.join(plan.roots)}")
+        raise ToolError(f"--node_name: has to name one of the roots: {listed(list(plan.roots))}")
     if node_name is not None and node_name not in plan.roots:
         raise ToolError(f"--node_name {node_name}: not a root; {nearest(node_name, plan.roots)}")
 
