@@ -196,9 +196,9 @@ class InferenceHandler:
 
 def _keys(outputs: list[str] | None) -> list[str]:
     """The keys wanted back, each once."""
-    keys = list(dict.fromkeys(outputs or ["result"]))
+    keys = outputs or ["result"]
     check_names("outputs", keys)
-    return keys
+    return list(dict.fromkeys(keys))
 
 
 def _inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:

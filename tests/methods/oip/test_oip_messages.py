@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
     "no inputs": ({"inputs": []}, "the request has no inputs"),
     "inputs of another kind": ({"inputs": {}}, "Expected `array`, got `object` - at `$.inputs`"),
-    "an input twice": ({"inputs": [ARRAY, ARRAY]}, "inputs: a name appears twice"),
+    "an input twice": ({"inputs": [ARRAY, ARRAY]}, "inputs: 'x' appears twice"),
     "an unknown type": (of(datatype="FP33"), "input 'x': datatype 'FP33'; did you mean 'FP32'?"),
     "a large shape": (of(shape=[2, 2**40, 2**40]), "does not fit 4 numbers"),
     "no batch": (of(shape=[]), "the shape [] has no batch"),
@@ -195,7 +195,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "shared memory": (of(parameters={"shared_memory_region": "a"}), "'shared_memory_region': shared memory is not"),
     "outputs of another kind": ({"inputs": [TEXT], "outputs": ["label"]}, "got `str` - at `$.outputs[0]`"),
     "many outputs": ({"inputs": [TEXT], "outputs": [{"name": "a"}] * 300}, "300 outputs; the limit"),
-    "an output twice": ({"inputs": [TEXT], "outputs": [{"name": "a"}, {"name": "a"}]}, "a name appears twice"),
+    "an output in two forms": (
+        {"inputs": [TEXT], "outputs": [{"name": "a"}, {"name": "a", "parameters": {"classification": 2}}]},
+        "outputs: 'a' appears twice in different forms",
+    ),
     "classification": (
         {"inputs": [TEXT], "outputs": [{"name": "a", "parameters": {"classification": 0}}]},
         "output 'a': Expected `int` >= 1 - at `$.parameters.classification`",

@@ -135,6 +135,8 @@ def infer_request(
     if id is not None:
         check_name("id", id)
     if outputs:
+        check_names("outputs", [output.name for output in outputs])
+        outputs = list(dict.fromkeys(outputs))  # each once, as in other protocols
         _check_names("outputs", [output.name for output in outputs])
     rows = _rows(inputs, most, images, node_name)
     return InferRequest(id, rows, outputs, is_binary, node_name, deadline_ms, priority, more or {}, timeout)
@@ -196,7 +198,8 @@ def _check_names(what: str, names: Sequence[str]) -> None:
     if "" in names:
         raise InvalidRequest(f"{what}: an empty name")
     if len(set(names)) < len(names):
-        raise InvalidRequest(f"{what}: a name appears twice")
+        name = next(name for index, name in enumerate(names) if name in names[:index])
+        raise InvalidRequest(f"{what}: {name[:40]!r} appears twice{' in different forms' if what == 'outputs' else ''}")
 
 
 def _rows(inputs: Sequence[Given], most: int, images: Images | None, node_name: str | None) -> list[Row]:
