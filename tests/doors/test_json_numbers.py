@@ -36,6 +36,7 @@ def over_oip(dtype: str, data: str, count: int) -> doors.Http:
 FORMS = {"infer": over_infer, "oip": over_oip}
 JSON_DOORS = ("infer", "infer_gzip", "infer_chunked", "oip", "ray_infer", "ray_infer_gzip")
 every_json_door = pytest.mark.parametrize("door", ["infer", "oip", "ray_infer", "ray_oip"])
+JSON = "application/json"
 MANY = ", ".join(["1.0"] * 40_000)
 """Longer than what is read at once."""
 
@@ -115,6 +116,103 @@ def test_boolean_is_not_an_id(house: House) -> None:
     status, answer = ask(house.server.port, {"id": True, "inputs": [tensor]}, "/v2/models/any/infer")
     assert (status, answer["code"]) == (400, "invalid_request")
     assert "got `bool`" in answer["error"]
+
+
+# -- numbers without a type -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """Models that answer their input: ``SCALARS`` take a number, ``rows`` of the same types three."""
+    folder, config = tmp_path_factory.mktemp("typed"), {}
+    for name, number in {"int64": TensorProto.INT64, "uint64": TensorProto.UINT64, "float32": TensorProto.FLOAT,
+                         "bool": TensorProto.BOOL, "string": TensorProto.STRING}.items():  # fmt: skip
+        for kind, dims in (("one", []), ("row", ["n", 3])):
+            form = [helper.make_tensor_value_info(each, number, dims) for each in "xy"]
+            graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], name, form[:1], form[1:])
+            path = str(folder / f"{name}_{kind}.onnx")
+            onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+            config[f"{name}_{kind}"] = {"backend": "OnnxTensor", "model": path, "postprocessor": "cpu"}
+    with doors.house(config) as house:
+        yield house
+
+
+def asked_of(house: House, model: str, given: str) -> tuple[int, Any]:
+    body = f'{{"inputs": {{"x": {given}}}, "node_name": "{model}"}}'
+    return ask(house.server.port, body.encode(), "/infer", Content_Type=JSON)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "value"),
+    [
+        ("int64_one", "3.0", [3]),
+        ("int64_one", "-9223372036854775808", [-(2**63)]),
+        ("uint64_one", "18446744073709551615", [2**64 - 1]),
+        ("bool_one", "1", [True]),
+        ("float32_one", "1", [1.0]),
+        ("float32_one", str(2**70), [2.0**70]),
+        ("int64_row", "[1.0, 2, -3e0]", [1, 2, -3]),
+        ("int64_row", "[[9223372036854775807, 1.0, 0]]", [2**63 - 1, 1, 0]),
+        ("uint64_row", "[1, 18446744073709551615, 0.0]", [1, 2**64 - 1, 0]),
+        ("bool_row", "[0, 1.0, true]", [False, True, True]),
+        ("float32_row", f"[1, {2**70}, 0.5]", [1.0, 2.0**70, 0.5]),
+    ],
+)
+def test_plain_numbers_are_taken_by_their_value(typed: House, model: str, given: str, value: list[Any]) -> None:
+    status, answer = asked_of(typed, model, given)
+    assert status == 200, answer
+    assert answer["result"]["dtype"] == model.partition("_")[0]
+    assert answer["result"]["data"] == value
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        ("int64_one", "1.5", "input 'x' takes int64, got 1.5"),
+        ("int64_one", str(2**70), f"takes int64, got {2**70}; its least is {-(2**63)}, its most {2**63 - 1}"),
+        ("int64_one", "1e30", f"takes int64, got {int(1e30)}; its least is"),
+        ("int64_row", f"[1, 2, {2**70}]", f"takes int64, got {2**70}; its least is"),
+        ("int64_row", "[1, 2.5, 3]", "input 'x' takes int64, got 2.5"),
+        ("uint64_row", "[1, 2, -1]", "input 'x' takes uint64, got int64 of -1..2"),
+        ("bool_row", "[0, 1, 2]", "input 'x' takes bool, got 2"),
+        ("float32_row", '[1, "a", 2]', "input 'x': a list with 'a' at [1]; expected float32"),
+        ("float32_row", '[[1, 2, "a"]]', "input 'x': a list with 'a' at [2]; expected float32"),
+        ("string_row", '["a", 1.5, "b"]', "input 'x' takes texts, got 1.5"),
+        ("string_row", "[1, 2, 3]", "input 'x' takes texts, got int64"),
+    ],
+)
+def test_other_plain_values_are_named(typed: House, model: str, given: str, said: str) -> None:
+    status, answer = asked_of(typed, model, given)
+    assert (status, answer["code"]) == (400, "invalid_request")
+    assert said in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "nearest"),
+    [
+        ("/infer", "float128", "float64"),
+        ("/infer", "Float32", "float32"),
+        ("/infer", "int4", "int8"),
+        ("/infer", "bool8", "bool"),
+        ("/v2/models/any/infer", "FP128", "FP64"),
+        ("/v2/models/any/infer", "BF32", "BF16"),
+    ],
+)
+def test_type_that_does_not_exist_suggests_the_nearest_of_its_kind(
+    house: House, path: str, dtype: str, nearest: str
+) -> None:
+    given = {"shape": [1, 2], "data": [1, 2]}
+    of_infer = {"data": {"dtype": dtype, **given}}
+    inputs: Any = of_infer if path == "/infer" else [{"name": "data", "datatype": dtype, **given}]
+    status, answer = ask(house.server.port, json.dumps({"inputs": inputs}).encode(), path, Content_Type=JSON)
+    assert (status, answer["code"]) == (400, "invalid_request")
+    assert answer["error"].endswith(f"'data': datatype {dtype!r}; did you mean {nearest!r}?")
+
+
+def test_thrift_names_the_input_of_a_wrong_tensor(house: House) -> None:
+    answer = doors.DOORS["thrift"](house, doors.Asked("any", {"data": np.zeros((1, 2), np.longdouble)}, ["result"]))
+    assert answer.code == "invalid_request"
+    assert answer.message == "'data': datatype 'float128'; did you mean 'float64'?"
 
 
 # -- NaN and infinity -------------------------------------------------------------------------------------------------

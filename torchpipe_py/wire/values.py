@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 import struct
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -78,11 +79,27 @@ def array_of_bytes(where: str, dtype: str, shape: Sequence[int], data: bytes | m
 def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTYPES_IN) -> None:
     """Raises ``InvalidRequest`` for a type that does not exist, and for what is not a list of sizes."""
     if not isinstance(dtype, str) or dtype not in dtypes:
-        raise InvalidRequest(f"{where}datatype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], dtypes)}")
+        raise InvalidRequest(f"{where}datatype {str(dtype)[:40]!r}; {_nearest_type(str(dtype)[:40], dtypes)}")
     if not isinstance(shape, (list, tuple)) or not all(type(size) is int and 0 <= size <= _MOST_SIZE for size in shape):
         raise InvalidRequest(f"{where}the shape is not a list of sizes")
     if len(shape) > MOST_DIMENSIONS:  # before the product, whose time grows with the square of their number
         raise InvalidRequest(f"{where}{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
+
+
+def _nearest_type(name: str, dtypes: Collection[str]) -> str:
+    """``nearest``; of types of the same kind the one with the nearest number of bits."""
+    kind, bits = _split_type(name)
+    each = {dtype: _split_type(dtype) for dtype in sorted(dtypes)}
+    same = {dtype: int(own) for dtype, (its_kind, own) in each.items() if its_kind == kind and own}
+    if not bits or not same:
+        return nearest(name, dtypes)
+    return f"did you mean {min(same, key=lambda dtype: abs(same[dtype] - int(bits)))!r}?"
+
+
+def _split_type(name: str) -> tuple[str, str]:
+    """The letters of a type's name, in lower case, and its digits."""
+    kind = name.rstrip(string.digits)
+    return kind.lower(), name[len(kind) :]
 
 
 # -- what goes out --------------------------------------------------------------------------------------------------

@@ -14,29 +14,29 @@ from torchpipe_py.serving import values as wire
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
 
-def to_python(value: Any) -> Any:
-    """A ``Value`` as a Python value; ``InvalidRequest`` unless exactly one field is set."""
+def to_python(where: str, value: Any) -> Any:
+    """A ``Value`` as a Python value; ``InvalidRequest`` unless exactly one field is set. It begins with ``where``."""
     names = [name for name in _VALUE_FIELDS if getattr(value, name) is not None]
     if len(names) != 1:
-        raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(names) or 'none'}")
+        raise InvalidRequest(f"{where}a Value has exactly one field set, this one {', '.join(names) or 'none'}")
     field = getattr(value, names[0])
     if names[0] == "tensor":
-        return _to_tensor(field)
+        return _to_tensor(where, field)
     if names[0] == "tensors":
         if len(field) > wire.MOST_TENSORS:
-            raise InvalidRequest(f"a list of {len(field)} tensors; the limit is {wire.MOST_TENSORS}")
-        return [_to_tensor(tensor) for tensor in field]
+            raise InvalidRequest(f"{where}a list of {len(field)} tensors; the limit is {wire.MOST_TENSORS}")
+        return [_to_tensor(where, tensor) for tensor in field]
     return field
 
 
-def _to_tensor(tensor: Any) -> torch.Tensor | np.ndarray:
-    wire.check_form("tensor: ", tensor.dtype, tensor.shape)
+def _to_tensor(where: str, tensor: Any) -> torch.Tensor | np.ndarray:
+    wire.check_form(where, tensor.dtype, tensor.shape)
     if tensor.dtype == wire.STRING:
-        return wire.array_of_texts("tensor: ", tensor.shape, wire.split_texts("tensor: ", tensor.data))
+        return wire.array_of_texts(where, tensor.shape, wire.split_texts(where, tensor.data))
     if tensor.dtype == wire.BFLOAT16:
-        bits = wire.array_of_bytes("tensor: ", "int16", tensor.shape, tensor.data)
+        bits = wire.array_of_bytes(where, "int16", tensor.shape, tensor.data)
         return torch.from_numpy(bits).view(torch.bfloat16)
-    return torch.from_numpy(wire.array_of_bytes("tensor: ", tensor.dtype, tensor.shape, tensor.data))
+    return torch.from_numpy(wire.array_of_bytes(where, tensor.dtype, tensor.shape, tensor.data))
 
 
 def to_values(idl: Any, key: str, value: Any, most: Bound | None = None) -> dict[str, Any]:

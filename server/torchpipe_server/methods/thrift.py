@@ -204,7 +204,7 @@ def _keys(outputs: list[str] | None) -> list[str]:
 def _inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """These ``Value``s as values of Python."""
     check_names("inputs", inputs)
-    return {key: to_python(value) for key, value in inputs.items()}
+    return {key: to_python(f"{key[:40]!r}: ", value) for key, value in inputs.items()}
 
 
 def _given(args: Any, name: str) -> Any:

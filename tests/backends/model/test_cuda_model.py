@@ -154,7 +154,8 @@ def test_releases_least_recently_used_shape(make: Any) -> None:
     [
         (np.zeros((4, 4, 1), np.uint8), "takes 1x3x.x., got 4x4x1"),
         (torch.zeros(2, 3, 4, 4), "takes one item, 1x…, got 2x3x4x4"),
-        (["a", "b"], "the model has 1 input, data holds 2"),
+        (["a", "b"], "a list with 'a' at .0.; expected numbers"),
+        ([1, "b", 3], "a list with 'b' at .1.; expected numbers"),
         ([[0]] * 65, "data holds 65 inputs, more than the 64 that a model may have"),
     ],
 )

@@ -69,7 +69,14 @@ WRONG: list[tuple[Any, str]] = [
     ({"image": torch.zeros(1, 3, 4, 4)}, "the model has no input 'image'; did you mean 'img'.* Its inputs: img"),
     ({1: 2}, "the model has no input 1; names are texts"),
     ({"img": torch.zeros(1, 3, 4, 4)}, "input 'meta' is not in data; the model's inputs: img"),
-    ({"img": torch.zeros(1, 3, 4, 4), "meta": ["a", "b", "c"]}, "a list of str makes no tensor"),
+    (
+        {"img": torch.zeros(1, 3, 4, 4), "meta": ["a", "b", "c"]},
+        "input 'meta': a list with 'a' at .0.; expected (float32|numbers)",
+    ),
+    (
+        {"img": torch.zeros(1, 3, 4, 4), "meta": [[1, None, 2]]},
+        "'meta': a list with None at .0..1.; expected (float32|numbers)",
+    ),
     ({"img": [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], "meta": [1, 2, 3]}, "a list that makes no tensor"),
     ({"img": torch.zeros(1, 3, 4, 4), "meta": [[1, 2], [3]]}, "a list that makes no tensor"),
     ({"img": torch.zeros(1, 3, 4, 4), "meta": "text"}, "input 'meta' takes a .*tensor, got str"),

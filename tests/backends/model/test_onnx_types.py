@@ -103,7 +103,8 @@ def test_takes_texts_of_every_form(texts: str, value: Any) -> None:
     [
         (b"\xff", "input 'x' takes texts, got bytes that are not UTF-8"),
         (torch.ones(1, 1), "input 'x' takes texts, got torch.float32"),
-        (np.array([[1, "a"]], object), "input 'x' takes texts, got object"),
+        (np.array([[1, "a"]], object), "input 'x' takes texts, got 1"),
+        (["b", 2.5], "input 'x' takes texts, got 2.5"),
         (np.array([["a", "b"]], object), "input 'x' takes 1x1, got 1x2"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Number
+from numbers import Number, Real
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torchpipe_py.backends.arrays import is_foreign, to_tensor
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image.mat import UINT8
 from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
-from torchpipe_py.errors import InvalidRequest, counted, first_line, nearest, shown
+from torchpipe_py.errors import InvalidRequest, counted, first_line, nearest, quoted, shown
 from torchpipe_py.keys import TASK_DATA_KEY
 
 
@@ -25,22 +25,24 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     empty if the model declares none.
     """
     data = item[TASK_DATA_KEY]
-    has_texts = any(spec.dtype == BYTES for spec in inputs)
+    required = [spec for spec in inputs if not spec.is_optional]
     if hasattr(data, "dtype"):  # a tensor or an array: checked first, as the usual case
-        values = [_adopted(data)]
+        values = [data]
     elif isinstance(data, Mapping):
-        return [_value(data[name], has_texts) for name in _names(data, inputs)]
+        specs = {spec.name: spec for spec in required}
+        return [_value(data[name], specs[name]) for name in _names(data, inputs)]
     elif isinstance(data, (list, tuple)):
-        is_vector = data and all(isinstance(value, Number) for value in data)  # an input is never a single number
-        if len(inputs) == 1 and has_texts:
-            is_vector = all(isinstance(value, (str, bytes)) for value in data)
-        values = [_value(data, has_texts)] if is_vector else [_value(value, has_texts) for value in data]
+        kinds = (Number, str, bytes) if len(required) < 2 else (Number,)  # an input is never a single one of these
+        is_row = all(isinstance(value, kinds) for value in data)
+        if not data:
+            is_row = len(required) == 1 and required[0].dtype == BYTES
+        values = [data] if is_row else list(data)
     else:
-        values = [_adopted(data)]
-    count = sum(not spec.is_optional for spec in inputs)
-    if inputs and len(values) != count:
-        raise InvalidRequest(f"the model has {counted(count, 'input')}, data holds {len(values)}: {_listed(inputs)}")
-    return values
+        values = [data]
+    if inputs and len(values) != len(required):
+        count = counted(len(required), "input")
+        raise InvalidRequest(f"the model has {count}, data holds {len(values)}: {_listed(inputs)}")
+    return [_value(value, spec) for value, spec in zip(values, required or [_UNKNOWN] * len(values), strict=True)]
 
 
 def _names(data: Mapping[Any, Any], inputs: Sequence[TensorSpec]) -> list[str]:
@@ -64,11 +66,7 @@ def optional_values(item: Data, inputs: Sequence[TensorSpec]) -> dict[str, Any]:
     data = item[TASK_DATA_KEY]
     if not isinstance(data, Mapping):
         return {}
-    return {
-        spec.name: _value(data[spec.name], spec.dtype == BYTES)
-        for spec in inputs
-        if spec.is_optional and spec.name in data
-    }
+    return {spec.name: _value(data[spec.name], spec) for spec in inputs if spec.is_optional and spec.name in data}
 
 
 def _listed(inputs: Sequence[TensorSpec]) -> str:
@@ -80,25 +78,77 @@ def _adopted(value: Any) -> Any:
     return to_tensor(value) if is_foreign(value) else value
 
 
-def _value(value: Any, may_be_text: bool = False) -> Any:
-    """An input of a request: a list of numbers or texts as an array, one of tensors, arrays or Mats stacked."""
+_UNKNOWN = TensorSpec("")
+
+
+def _value(value: Any, spec: TensorSpec) -> Any:
+    """A request's input: a list of numbers or texts as an array, one of tensors, arrays or Mats stacked."""
     if not isinstance(value, (list, tuple)) or not value:
         return _adopted(value)
     value = [_adopted(element) for element in value] if is_foreign(value[0]) else value
+    where = f"input {spec.name!r}: " if spec.name else ""
     try:
         if hasattr(value[0], "detach"):
             import torch
 
             return torch.stack(list(value))
         planes = [each.transpose(2, 0, 1) if is_image(each) else each for each in value]
-        array = np.stack(planes) if isinstance(value[0], np.ndarray) else np.asarray(value)
+        are_arrays = isinstance(value[0], np.ndarray)
+        array = np.stack(planes) if are_arrays else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise InvalidRequest(f"a list that makes no tensor: {str(error)[:200]}") from None
-    if may_be_text and array.dtype.kind in "USO":
+        raise InvalidRequest(f"{where}a list that makes no tensor: {str(error)[:200]}") from None
+    kind = array.dtype.kind
+    if spec.dtype == BYTES and kind in "USO":
         return np.array(value, object)  # NOTE: bytes of NumPy's own end at a NUL
-    if array.dtype.kind not in "biuf":
-        raise InvalidRequest(f"a list of {type(value[0]).__name__} makes no tensor")
-    return array
+    has_other = (kind == "f" and spec.dtype.startswith(("int", "uint"))) or (kind in "iuf" and spec.dtype == "bool")
+    if kind in "biuf" and (are_arrays or not has_other):
+        return array
+    if are_arrays:
+        raise InvalidRequest(f"{where}a list of arrays of {array.dtype} makes no tensor")
+    if (other := _not_number(value)) is not None:
+        raise InvalidRequest(f"{where}a list with {shown(other[1])} at {other[0]}; expected {spec.dtype or 'numbers'}")
+    return plain_numbers(value, spec.dtype, spec.name)
+
+
+def _not_number(value: Any, place: str = "") -> tuple[str, Any] | None:
+    """The place and value of the first element of nested lists that is not a number; ``None`` if all are."""
+    if isinstance(value, (list, tuple)):
+        found = (_not_number(element, f"{place}[{index}]") for index, element in enumerate(value))
+        return next(filter(None, found), None)
+    return None if isinstance(value, Real) else (place, value)
+
+
+def plain_numbers(value: Any, dtype: str, name: str) -> np.ndarray:
+    """A number of Python, or nested lists of some, as an array for an input of ``dtype``, which may be unknown.
+
+    As in JSON, where numbers have no types, 1.0 is an integer, and 0 and 1 are booleans. ``InvalidRequest`` for a
+    number that the type does not have.
+    """
+    wanted = np.dtype({"bfloat16": "float32", "": "float64"}.get(dtype, dtype))
+
+    def converted(number: Any) -> Any:
+        is_whole, why = False, ""
+        try:
+            if wanted.kind == "f":
+                return float(number)
+            whole = int(number)
+            is_whole = whole == number
+        except OverflowError:
+            why = ", which is beyond float64" if wanted.kind == "f" else ""
+        except ValueError:  # NaN
+            pass
+        if is_whole and wanted.kind == "b" and whole in (0, 1):
+            return bool(whole)
+        if is_whole and wanted.kind in "iu":
+            limits = np.iinfo(wanted)
+            if limits.min <= whole <= limits.max:
+                return whole
+            number, why = whole, f"; its least is {limits.min}, its most {limits.max}"
+        raise InvalidRequest(f"input {name!r} takes {dtype or 'numbers'}, got {quoted(number)}{why}")
+
+    numbers = np.array(value, object)
+    kept = np.dtype("float64") if wanted.kind == "f" else wanted
+    return np.array([converted(number) for number in numbers.ravel().tolist()], kept).reshape(numbers.shape)
 
 
 def is_image(value: Any) -> bool:
@@ -169,7 +219,10 @@ def to_texts(value: Any, rank: int, name: str) -> np.ndarray:
     array = None if hasattr(value, "detach") else np.array(value, object)
     elements = [None] if array is None else array.ravel().tolist()
     if array is None or not all(isinstance(element, (str, bytes)) for element in elements):
-        raise InvalidRequest(f"input {name!r} takes texts, got {getattr(value, 'dtype', type(value).__name__)}")
+        got = str(getattr(value, "dtype", type(value).__name__))
+        if got == "object":  # the first that is not a text
+            got = shown(next(each for each in elements if not isinstance(each, (str, bytes))))
+        raise InvalidRequest(f"input {name!r} takes texts, got {got}")
     texts = np.empty(array.size, object)
     try:
         texts[:] = [element.decode() if isinstance(element, bytes) else element for element in elements]

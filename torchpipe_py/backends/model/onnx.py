@@ -17,6 +17,7 @@ from torchpipe_py.backends.model.inputs import (
     laid_out,
     misfit,
     optional_values,
+    plain_numbers,
     request_values,
     tensor_to_numpy,
     to_bfloat16,
@@ -359,8 +360,10 @@ class _Input:
         ``InvalidRequest`` for a value that does not fit, or loses more than precision in the input's dtype.
         """
         name, dims = self.spec.name, self.spec.dims
-        if len(dims) == 1 and isinstance(value, (bool, int, float, np.generic)):
+        if len(dims) == 1 and isinstance(value, np.generic):
             value = np.asarray(value)
+        elif len(dims) == 1 and isinstance(value, (bool, int, float)) and self.spec.dtype != BYTES:
+            value = plain_numbers(value, self.spec.dtype, name)
         is_tensor = not isinstance(value, np.ndarray)
         if self.spec.dtype == BYTES:
             value, is_tensor = to_texts(value, len(dims), name), False
