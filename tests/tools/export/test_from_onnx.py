@@ -155,6 +155,49 @@ def test_says_the_other_reading_and_its_key_where_the_shapes_allow_two(
     assert model_of("m.toml").get("postprocessor") == postprocessor
 
 
+TURNED, ROTATED = "boxes of YOLOv8 and later (N×A×(4+C))", "rotated boxes"
+NAMES = "{0: 'a', 1: 'b', 2: 'c'}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "metadata", "postprocessor", "said", "unsaid"),
+    [
+        ((1, 84, 7), {}, "Yolo5Boxes", f"is read as 2 classes; {TURNED} have 3 in this shape", ROTATED),
+        ((1, 84, 7), {"names": NAMES}, None, f"a detector of {TURNED} (the metadata names 3 classes", ROTATED),
+        ((1, 84, 7), {"names": NAMES, "task": "detect"}, None, f"a detector of {TURNED}", ROTATED),
+        ((1, 84, 8), {"names": NAMES}, "Yolo5Boxes", "of the file's metadata: a to c", "NOTE"),
+        ((1, 252, 7), {}, "Yolo5Boxes", "a detector", "NOTE"),  # three rows for each place, as YOLOv5 has
+        ((1, 8, 84), {}, "YoloBoxes", f"is read as 4 classes; {ROTATED} have 3 in this shape", TURNED),
+        ((1, 8, 84), {"names": NAMES}, None, f"a detector of {ROTATED} (the metadata names 3 classes", TURNED),
+        ((1, 7, 84), {"names": NAMES}, "YoloBoxes", "of the file's metadata: a to c", "NOTE"),
+        ((1, 7, 84), {"task": "detect"}, "YoloBoxes", "a detector", "NOTE"),
+        ((1, 8, 84), {"names": NAMES, "task": "detect"}, None, "no postprocessor reads", ROTATED),
+        ((1, 5, 84), {}, "YoloBoxes", "a detector", "NOTE"),
+    ],
+)
+def test_names_in_the_metadata_decide_what_boxes_are(
+    shape: tuple[int, ...], metadata: dict[str, str], postprocessor: str | None, said: str, unsaid: str,
+    folder: Path, capsys: Any,
+) -> None:  # fmt: skip
+    constant_model(folder / "m.onnx", {"output0": np.full(shape, 0.5)}, metadata)
+    printed = exported(capsys, "m.onnx")
+    assert model_of("m.toml").get("postprocessor") == postprocessor
+    assert said in printed
+    assert unsaid not in printed
+    assert main(["check", "m.toml"]) == 0
+
+
+def test_labels_decide_what_boxes_are(folder: Path, capsys: Any) -> None:
+    constant_model(folder / "m.onnx", {"output0": np.full((1, 84, 7), 0.5)})
+    (folder / "two.txt").write_text("a\nb\n")
+    assert "NOTE" not in exported(capsys, "m.onnx", "--labels", "two.txt")
+
+
+def test_boxes_alone_of_a_model_with_masks_get_a_note(folder: Path, capsys: Any) -> None:
+    constant_model(folder / "m.onnx", {"output0": np.full((1, 39, 84), 0.5), "output1": np.full((1, 32, 16, 16), 0.5)})
+    assert "--postprocessor YoloSegments reads masks" in exported(capsys, "m.onnx", "--postprocessor", "YoloBoxes")
+
+
 def test_a_segmenters_map_has_the_size_of_the_picture(folder: Path, capsys: Any) -> None:
     constant_model(folder / "m.onnx", {"y": np.random.default_rng(0).standard_normal((1, 21, 32, 32))})
     exported(capsys, "m.onnx")

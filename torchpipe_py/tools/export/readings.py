@@ -18,7 +18,7 @@ from torchpipe_py.backends.model.postprocess.layouts import is_rtdetr
 from torchpipe_py.backends.model.postprocess.settings import names_of
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.encryption.model_file import ModelFile
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, counted
 from torchpipe_py.tools.export.onnx_model import ImageInput, OnnxModel, is_probability
 
 LETTERBOX, STRETCH, CROP, WHOLE = "letterbox", "stretch", "crop", "whole"
@@ -79,7 +79,7 @@ def read_kind(
         first = Reading(SEGMENTER, of_task if task else f"output {outputs[0]} is a map of integers", "ArgMax")
         return _with(first, fit=LETTERBOX if task else STRETCH, keys={"original_size": True})
     if task in ("detect", "segment", "pose") or len(outputs[0].dims) == 3 or len(outputs) > 1:
-        found = _detector(model, outputs, sides, task)
+        found = _detector(model, outputs, sides, task, bool(labels))
         if found is not None:
             return found
     if len(outputs[0].dims) == 4 and arrays[0].shape[2:] != (1, 1):
@@ -100,7 +100,12 @@ def read_named(name: str, outputs: Sequence[TensorSpec], arrays: Sequence[np.nda
     cls = next((each for each in postprocess.BUILT_IN if each.__name__ == name), None)
     if cls is not None and issubclass(cls, Detector):
         is_yolo = name in ("YoloBoxes", "Yolo5Boxes", "EndToEndBoxes", "YoloSegments", "YoloPose", "Boxes")
-        return Reading("a detector", why, name, LETTERBOX if is_yolo else STRETCH)
+        reading = Reading("a detector", why, name, LETTERBOX if is_yolo else STRETCH)
+        prototypes = [output for output in outputs if len(output.dims) == 4]
+        if name in ("YoloBoxes", "Yolo5Boxes") and prototypes:
+            reading.notes.append(f"if {prototypes[0]} are prototypes of masks, their coefficients are read as classes: "
+                                 "--postprocessor YoloSegments reads masks")  # fmt: skip
+        return reading
     if cls is not None and "labels" in getattr(cls, "uses", ()):
         if len(outputs[0].dims) == 4:
             return Reading(SEGMENTER, why, name)
@@ -108,12 +113,16 @@ def read_named(name: str, outputs: Sequence[TensorSpec], arrays: Sequence[np.nda
     return Reading("a model of images", why, name, CROP if len(outputs[0].dims) == 2 else STRETCH)
 
 
-def fits(model: OnnxModel, cls: type[Postprocessor], outputs: Sequence[TensorSpec]) -> Any:
-    """The postprocessor, fitted to these outputs; ``None`` if they do not fit."""
+def fits(model: OnnxModel, cls: type[Postprocessor], outputs: Sequence[TensorSpec], is_named: bool = True) -> Any:
+    """The postprocessor, fitted to these outputs; ``None`` if they do not fit. Unless ``is_named``, of any number of
+    classes, whatever names the metadata has.
+    """
     own = {key: param.default for key, param in declared(cls).items()}
     config = {"labels": "", "k": 5, "threshold": 0.5, "max": 1, "model": ModelFile(str(model.path))}
     try:
-        made = make_postprocessor(cls, config, own)
+        made: Any = make_postprocessor(cls, config, own)
+        if not is_named:
+            made.names = ()
         made.fit(outputs)
     except ConfigError:
         return None
@@ -131,7 +140,15 @@ _DETECTORS = ("YoloSegments", "YoloBoxes", "Yolo5Boxes", "EndToEndBoxes", "YoloP
 _WORDS = {"YoloSegments": "a detector with masks", "YoloPose": "a pose model"}
 
 
-def _detector(model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int, int], task: str) -> Reading | None:
+_TURNED = "boxes of YOLOv8 and later (N×A×(4+C))", 1, "transpose the output in the model, which YoloBoxes then reads"
+_ROTATED = "rotated boxes", -1, "they need a postprocessor of your own (docs/own-backends.md)"
+_ALSO = {"Yolo5Boxes": _TURNED, "YoloBoxes": _ROTATED}
+"""What the outputs of a postprocessor may also be, how many more classes they have then, and what to do."""
+
+
+def _detector(
+    model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int, int], task: str, has_labels: bool
+) -> Reading | None:
     """The layout of boxes that fits; without a task, it must also have the rows of such a detector."""
     classes = {each.__name__: each for each in postprocess.BUILT_IN if issubclass(each, Detector)}
     names: Sequence[str] = _OF_TASK.get(task, _DETECTORS)
@@ -152,23 +169,43 @@ def _detector(model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int,
             continue
         if fits(model, classes[name], outputs) and (task or _has_rows(name, outputs, sides)):
             found.append(name)
+    shapes, own_names = ", ".join(map(str, outputs)), names_of(model.metadata.get("names", ""))
     if not found:
+        for name, (what, more, advice) in _ALSO.items() if own_names else ():
+            if task and name == "YoloBoxes":  # which is not obb
+                continue
+            made = fits(model, classes[name], outputs, is_named=False) if _may_be_both(name, outputs, sides) else None
+            if made is not None and made.layout is not None and made.layout.classes + more == len(own_names):
+                why = f"the metadata names {counted(len(own_names), 'class')}, and {name} reads {made.layout.classes}"
+                return Reading(f"a detector of {what}", why, fit=LETTERBOX, notes=[advice])
         if not task:
             return None
-        shapes = ", ".join(map(str, outputs))
         note = f"no postprocessor reads {shapes}: write one (docs/own-backends.md)"
         return Reading(f"a model for the task {task}", f"the metadata has task {task}", fit=LETTERBOX, notes=[note])
     first, *others = found
     if has_keypoints and "YoloPose" in others:
         first, others = "YoloPose", []
-    shapes = ", ".join(map(str, outputs))
     why = f"the metadata has task {task}" if task else f"of outputs {shapes}"
     is_yolo = first not in ("DetrBoxes", "BoxesScoresLabels")
     reading = Reading(_WORDS.get(first, "a detector"), why, first, LETTERBOX if is_yolo else STRETCH)
     for other in others:
         reading.notes.append(f'{shapes} may also be {_WORDS.get(other, "boxes")} laid out for {other}: '
                              f'postprocessor = "{other}" chooses that')  # fmt: skip
+    is_known = bool(own_names or has_labels) or (first == "YoloBoxes" and bool(task))
+    if not is_known and first in _ALSO and _may_be_both(first, outputs, sides):
+        layout, (what, more, advice) = fits(model, classes[first], outputs).layout, _ALSO[first]
+        if layout is not None and layout.classes + more > 0:
+            read = f"{shapes} is read as {counted(layout.classes, 'class')}"
+            reading.notes.append(f'{read}; {what} have {layout.classes + more} in this shape: {advice}; '
+                                 '--postprocessor "" answers the outputs as they are')  # fmt: skip
     return reading
+
+
+def _may_be_both(name: str, outputs: Sequence[TensorSpec], sides: tuple[int, int]) -> bool:
+    """Whether the outputs may be what ``_ALSO`` has for a postprocessor. YOLOv5 has three rows for each place."""
+    if len(outputs) > 1 or len(outputs[0].dims) != 3:
+        return False
+    return name != "Yolo5Boxes" or outputs[0].dims[1] in _grids(sides)
 
 
 def _has_rows(name: str, outputs: Sequence[TensorSpec], sides: tuple[int, int]) -> bool:
@@ -176,8 +213,12 @@ def _has_rows(name: str, outputs: Sequence[TensorSpec], sides: tuple[int, int]) 
     if name in ("DetrBoxes", "BoxesScoresLabels", "EndToEndBoxes"):
         return True
     boxes = next((output for output in outputs if len(output.dims) == 3), outputs[0])
-    grids = [sum((sides[0] // each) * (sides[1] // each) for each in strides) for strides in STRIDES]
-    return any(size in boxes.dims[-2:] for grid in grids for size in (grid, 3 * grid))
+    return any(size in boxes.dims[-2:] for grid in _grids(sides) for size in (grid, 3 * grid))
+
+
+def _grids(sides: tuple[int, int]) -> list[int]:
+    """The places of YOLO's grids, for each of ``STRIDES``."""
+    return [sum((sides[0] // each) * (sides[1] // each) for each in strides) for strides in STRIDES]
 
 
 def _is_class_map(outputs: Sequence[TensorSpec]) -> bool:
