@@ -34,7 +34,7 @@ SECTIONS: dict[str, tuple[str, str, str]] = {
     "Errors": (
         "torchpipe_py",
         "TorchpipeError ConfigError BackendUnavailable SetupError BackendError NoResult DecodeError InvalidRequest"
-        " UnknownNode Overloaded DeadlineExceeded WorkerDied EngineUnavailable PipeClosed",
+        " UnknownNode ModelUnavailable Overloaded DeadlineExceeded WorkerDied EngineUnavailable PipeClosed",
         "[What happens when](python.md).",
     ),
     "The client": (

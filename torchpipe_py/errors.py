@@ -108,6 +108,12 @@ class UnknownNode(TorchpipeError, IndexError):
     code = "unknown_node"
 
 
+class ModelUnavailable(UnknownNode):
+    """``node_name`` is a model of the service's folder that could not be loaded, or was unloaded."""
+
+    code = "unavailable"
+
+
 class BackendError(TorchpipeError, RuntimeError):
     """An exception in a backend's ``forward``, kept as ``__cause__``; the message names node and backend."""
 

@@ -54,7 +54,7 @@ from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
 from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import Tables, used_backends
-from torchpipe_py.plan.folder import NO_MODEL, Folder, list_models, name_of, read_folder, version_of
+from torchpipe_py.plan.folder import NO_MODEL, UNLOADED, Folder, list_models, name_of, read_folder, version_of
 from torchpipe_py.plan.sharing import (
     engine_part,
     same_shared,
@@ -131,6 +131,7 @@ __all__ = [
     "SINCE_START",
     "SMALL_BYTES",
     "TOTALS",
+    "UNLOADED",
     "UNREAD",
     "AnswerStream",
     "ArgumentParser",

@@ -17,7 +17,9 @@ from conftest import Register
 from kit.backends import Echo, EchoFour, Gate
 from kit.waits import WAIT, eventually, outcome
 
-from torchpipe_py import BackendError, InvalidRequest, ItemBackend, UnknownNode, parse_folder, pipe
+from torchpipe_py import BackendError, InvalidRequest, ItemBackend, ModelUnavailable, UnknownNode, parse_folder, pipe
+from torchpipe_py.plan.folder import UNLOADED
+from torchpipe_py.runtime.pipes import Pipes
 
 Data = dict[str, Any]
 
@@ -299,6 +301,29 @@ def test_roots_of_a_folder_are_listed_once(tmp_path: Path) -> None:
             with pytest.raises(UnknownNode) as raised:
                 run({"data": 1, "node_name": name})
             assert str(raised.value).endswith(said)
+
+
+def test_names_of_models_that_are_not_loaded_have_their_reason() -> None:
+    pipes = Pipes()
+    with pipe({"c": {"backend": "Identity"}}) as run:
+        pipes.replace((), {"c/2": run}, {"a/1": "no memory", "b/2": UNLOADED, "b/3": "no file"})
+        reasons = {
+            **dict.fromkeys(("a", "a/1", "a.root", "a.root/1"), "could not be loaded: no memory"),
+            **{"b/2": "is not loaded", "b/3": "could not be loaded: no file"},
+        }
+        for name, reason in reasons.items():
+            for ask in (pipes.signature, pipes.check_loaded, lambda name: pipes.dispatch({"node_name": name}, print)):
+                with pytest.raises(ModelUnavailable) as raised:
+                    ask(name)
+                assert (str(raised.value), raised.value.code) == (f"model {name!r} {reason}", "unavailable")
+        for name in ("a/2", "b/1", "d", "", "/", "a/", "/1"):
+            pipes.check_loaded(name)
+            with pytest.raises(UnknownNode) as unknown:
+                pipes.signature(name)
+            assert unknown.value.code == "unknown_node"
+        pipes.replace((), {})
+        with pytest.raises(UnknownNode, match="no root 'a'"):
+            pipes.signature("a")
 
 
 def test_many_roots_are_listed_in_part() -> None:

@@ -20,6 +20,9 @@ MOST_MODELS = 1000
 
 NO_MODEL = "no model in it; expected TOML files: NAME.toml for each model, or NAME/2.toml for a version"
 
+UNLOADED = "unloaded"
+"""The problem of a model that was unloaded."""
+
 MOST_NAME_CHARACTERS = 200
 """Of a model."""
 
@@ -43,7 +46,7 @@ class Model:
 class Folder(Tables):
     """The tables of each file, by ``NAME/VERSION``; nodes of the combined configuration are ``NAME/VERSION/NODE``.
 
-    ``problems`` says why files that are not among them cannot be read.
+    ``problems`` says why files that are not among them are not served, by ``NAME/VERSION``.
     """
 
     def __init__(self, tables: Mapping[str, Tables] | None = None, source: str = Tables.source) -> None:

@@ -231,6 +231,9 @@ class pipe:
     def follow_models(self, changed: Callable[[], object]) -> None:
         """Call ``changed`` after each change of ``models``, which never change here; see ``Pipes``."""
 
+    def check_loaded(self, name: str) -> None:
+        """Raise ``ModelUnavailable`` for a model that is known and not loaded: none here; see ``Pipes``."""
+
     @property
     def has_own_code(self) -> bool:
         """Whether any backend is not part of this package."""

@@ -15,6 +15,7 @@ from torchpipe_py.errors import (
     ConfigError,
     DeadlineExceeded,
     InvalidRequest,
+    ModelUnavailable,
     Overloaded,
     PipeClosed,
     UnknownNode,
@@ -23,7 +24,7 @@ from torchpipe_py.errors import (
 from torchpipe_py.keys import TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY
 from torchpipe_py.metrics import summed
 from torchpipe_py.plan.config import DEFAULT_MAX_INFLIGHT
-from torchpipe_py.plan.folder import Model, name_of, version_of
+from torchpipe_py.plan.folder import UNLOADED, Model, name_of, version_of
 from torchpipe_py.runtime.nodes.wiring import Due
 from torchpipe_py.runtime.pipe import Data, Ticket, pipe, unknown_root, wanted_timelines
 from torchpipe_py.runtime.record.visits import Timeline
@@ -35,9 +36,12 @@ Done = Callable[[Data, BaseException | None], None]
 
 
 class _Members:
-    """The pipes at one time, by ``NAME/VERSION``, and where each ``node_name`` leads. Never changed."""
+    """The pipes at one time, by ``NAME/VERSION``, and where each ``node_name`` leads. Never changed.
 
-    def __init__(self, pipes: Mapping[str, pipe]) -> None:
+    ``problems`` says why other models of the folder are not served, by ``NAME/VERSION``.
+    """
+
+    def __init__(self, pipes: Mapping[str, pipe], problems: Mapping[str, str]) -> None:
         # In ascending order of versions: a name without a version leads to the last.
         self.pipes = {key: pipes[key] for key in sorted(pipes, key=lambda key: (name_of(key), int(version_of(key))))}
         self.models: list[Model] = []
@@ -53,6 +57,7 @@ class _Members:
                 self.models.append(model)
             self.of_name.update(dict.fromkeys(run.roots, run))
             self.roots.update(run.roots)
+        self.problems = problems
         latest = {model.name: model for model in self.models}
         self.only = next(iter(latest.values())) if len(latest) == 1 else None
 
@@ -62,9 +67,22 @@ class _Members:
             return self.of_name[self.only.name]
         if isinstance(name, str) and name in self.of_name:
             return self.of_name[name]
+        if isinstance(name, str):
+            self.check_loaded(name)
         if not self.roots:
             raise UnknownNode("no model is loaded")
         raise unknown_root(name, self.roots)
+
+    def check_loaded(self, name: str) -> None:
+        """See ``pipe.check_loaded``. ``name`` is a ``node_name``: NAME, NAME.ROOT, or one of these with a version."""
+        if not self.problems or name in self.of_name:
+            return
+        model, slash, version = name.rpartition("/") if "/" in name else (name, "", "")
+        for each in (model, model.rpartition(".")[0]):
+            for key, problem in self.problems.items():
+                if key == f"{each}/{version}" if slash else name_of(key) == each:
+                    reason = "is not loaded" if problem == UNLOADED else f"could not be loaded: {problem}"
+                    raise ModelUnavailable(f"model {name[:80]!r} {reason}")
 
 
 class Pipes:
@@ -77,16 +95,20 @@ class Pipes:
     def __init__(self, most: int = 0) -> None:
         self._most, self._inflight = most, 0
         self._lock = threading.Lock()  # of ``_inflight``
-        self._members = _Members({})
+        self._members = _Members({}, {})
         self._settings: list[Callable[[pipe], object]] = []  # for each pipe, also later ones
         self._followers: list[Callable[[], object]] = []
 
-    def replace(self, removed: Collection[str], added: Mapping[str, pipe]) -> list[pipe]:
+    def replace(
+        self, removed: Collection[str], added: Mapping[str, pipe], problems: Mapping[str, str] = {}
+    ) -> list[pipe]:
         """From now on serve ``added`` in place of ``removed``, both by ``NAME/VERSION``; returns the removed pipes.
+
+        ``problems`` says why other models are not served, by ``NAME/VERSION``.
 
         Raises ``ConfigError``, and changes nothing, if two files have a model of the same name and version.
         """
-        before, members = self._members.pipes, self._with(removed, added)
+        before, members = self._members.pipes, self._with(removed, added, problems)
         for run in added.values():
             for setting in self._settings:
                 setting(run)
@@ -99,9 +121,13 @@ class Pipes:
         """Raise ``ConfigError`` if ``replace`` would."""
         self._with(removed, added)
 
-    def _with(self, removed: Collection[str], added: Mapping[str, pipe]) -> _Members:
+    def _with(self, removed: Collection[str], added: Mapping[str, pipe], problems: Mapping[str, str] = {}) -> _Members:
         kept = {key: run for key, run in self._members.pipes.items() if key not in removed}
-        return _Members({**kept, **added})
+        return _Members({**kept, **added}, problems)
+
+    def check_loaded(self, name: str) -> None:
+        """See ``pipe.check_loaded``."""
+        self._members.check_loaded(name)
 
     def _set(self, setting: Callable[[pipe], object]) -> None:
         self._settings.append(setting)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
 
 from torchpipe_py import ConfigError, Overloaded, TorchpipeError
-from torchpipe_py.serving import Folder, describe, describe_ending, name_of
+from torchpipe_py.serving import UNLOADED, Folder, describe, describe_ending, name_of
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import messages
@@ -432,7 +432,7 @@ class Fleet:
     def _refuse_losses(self, folder: Folder) -> None:
         """Raise ``ConfigError`` if a mistake would take away a model that is served."""
         for key, problem in folder.problems.items():
-            if key in self.generation.tables:
+            if key in self.generation.tables and problem != UNLOADED:
                 raise ConfigError(problem)
 
     def _loss(self, ready: list[Child]) -> str:
@@ -447,6 +447,13 @@ class Fleet:
     def problems(self) -> dict[str, str]:
         """Why workers do not serve models of the folder, by ``NAME/VERSION``."""
         return {key: problem for child in self.ready for key, problem in child.problems.items()}
+
+    def add_problems(self, problems: Mapping[str, str]) -> None:
+        """Have workers, also those that start later, report why models are not served, by ``NAME/VERSION``."""
+        self.generation.tables.problems.update(problems)
+        for worker in self.generation.workers:
+            if worker.child is not None:
+                worker.child.send("problems", problems=dict(problems))
 
     def _begin_model_change(self, folder: Folder, name: str) -> None:
         children = [worker.child for worker in self.generation.workers if worker.child is not None and worker.is_ready]

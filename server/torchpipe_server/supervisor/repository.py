@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py import ConfigError, Overloaded
-from torchpipe_py.serving import Folder, answers, describe_error, list_models, name_of, nearest, version_of
+from torchpipe_py.serving import UNLOADED, Folder, answers, describe_error, list_models, name_of, nearest, version_of
 from torchpipe_server.supervisor.fleet import Fleet
 
 logger = logging.getLogger("torchpipe_server")
@@ -38,7 +38,7 @@ class Repository:
             state, reason = "READY", ""
             if key not in ready:
                 problem = self._problems.get(name) or problems.get(key) or served.problems.get(key)
-                state, reason = "UNAVAILABLE", describe_error(ConfigError(problem)) if problem else "unloaded"
+                state, reason = "UNAVAILABLE", describe_error(ConfigError(problem)) if problem else UNLOADED
             rows.append({"name": name, "version": version, "state": state, "reason": reason})
         return rows
 
@@ -49,8 +49,10 @@ class Repository:
         def finish(problem: str) -> None:
             served: Folder = self._fleet.generation.tables
             if problem:
-                if action == "load" and name in self._files()[0]:
+                if action == "load" and (versions := self._files()[0].get(name)):
                     self._problems[name] = problem
+                    if not served.versions(name):
+                        self._fleet.add_problems({f"{name}/{version}": problem for version in versions})
                 text = describe_error(ConfigError(problem))  # without folders: clients read it
                 done(400, {"error": f"failed to {action} {name[:80]!r}: {text}", "code": "config"})
                 return
@@ -82,4 +84,5 @@ class Repository:
         rest = served.without(name)
         if not rest and not self._may_be_empty:
             raise ConfigError("the only model cannot be unloaded without --repository-control")
+        rest.problems.update({f"{name}/{version}": UNLOADED for version in served.versions(name)})
         return rest

@@ -58,6 +58,12 @@ class FolderModels:
             except Exception as error:
                 self.problems[key] = _text(error)
         self._check_start()
+        self.add_problems({})
+
+    def add_problems(self, problems: Mapping[str, str]) -> None:
+        """Take from the supervisor why models could not be loaded that were not served before."""
+        self._folder.problems.update(problems)
+        self.pipes.replace((), {}, {**self._folder.problems, **self.problems})
 
     def _check_start(self) -> None:
         """Raise ``ConfigError`` if nothing can be served, or not all with ``--exit-on-error``; log what is not."""
@@ -135,9 +141,9 @@ class FolderModels:
         if prepared is None:
             return "nothing is prepared"
         folder, name, added = prepared
-        removed = self.pipes.replace(self._keys_of(name), added)
-        self._folder = folder
-        self.problems = {key: problem for key, problem in self.problems.items() if name_of(key) != name}
+        problems = {key: problem for key, problem in self.problems.items() if name_of(key) != name}
+        removed = self.pipes.replace(self._keys_of(name), added, {**folder.problems, **problems})
+        self._folder, self.problems = folder, problems
         until = monotonic() + self._options.drain_seconds
         self._retiring += [(run, until) for run in removed]
         return ""

@@ -281,6 +281,7 @@ class Worker:
             "prepare": self._prepare,
             "commit": self._commit,
             "abort": self._abort,
+            "problems": self._add_problems,
             "hand_over": self._server.hand_over,
             "listen": self._listen,
             "release": partial(self._end, self._server.release),
@@ -365,6 +366,10 @@ class Worker:
     def _abort(self) -> None:
         assert self._models is not None
         self._models.abort()
+
+    def _add_problems(self, problems: Mapping[str, str]) -> None:
+        assert self._models is not None
+        self._models.add_problems(problems)
 
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._post.send({"type": "gone", "slot": slot, "is_closed": is_closed})

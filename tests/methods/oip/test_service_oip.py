@@ -258,7 +258,7 @@ def test_data_port_loads_models_with_repository_control(tmp_path: Path) -> None:
         assert index(service) == [served("a"), served("b")]
         path = "/v2/repository/models/b"
         assert ask(service.port, b"{}", f"{path}/unload")[0] == 200
-        assert infer(service, "b") == f"{UNKNOWN_MODEL}: 'b' is not found; valid: a"
+        assert infer(service, "b") == "model 'b' is not loaded"
         assert index(service) == [served("a"), unloaded]
         written(tmp_path, b="[node")
         status, said = ask(service.port, b"{}", f"{path}/load")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import signal
@@ -13,7 +14,7 @@ from unittest import mock
 from urllib.parse import quote
 
 import pytest
-from kit.clients import ask
+from kit.clients import IDL, Client, ask
 from kit.monitored import Monitored
 from kit.services import LIGHT, Process, reserved_port
 from kit.steered import FILE
@@ -81,7 +82,7 @@ def test_serves_models_that_can_be_set_up(tmp_path: Path) -> None:
             assert not any(str(tmp_path) in reason or "/srv" in reason for _, reason in listed.values())
             assert "no such model" in listed["setup"][1]
         assert infer(service.port, "yolo-v8.1") == infer(service.port, "my model") == "a"
-        assert "unknown model: 'setup' is not found" in infer(service.port, "setup")
+        assert infer(service.port, "setup").startswith("model 'setup' could not be loaded: ")
         written(folder, setup=steered())
         assert control(service, "load", "setup")[0] == 200
         assert index(service.port)["setup"] == ("READY", "")
@@ -167,11 +168,12 @@ def test_a_load_that_was_given_up_does_not_disturb_the_next_one(tmp_path: Path) 
         loading = pool.submit(control, service, "load", "c")
         eventually((states[1] / "entered").exists)
         (states[0] / "hold").unlink()
-        assert "'b' is not found" in infer(service.port, "b")
+        given_up_why = "model 'b' could not be loaded: a worker ended while it set the model up"
+        assert {infer(service.port, "b") for _ in range(8)} == {given_up_why}, "also the worker that started since"
         (states[1] / "hold").unlink()
         assert loading.result()[0] == 200
         assert {infer(service.port, "c") for _ in range(8)} == {"ac"}
-        assert "'b' is not found" in infer(service.port, "b")
+        assert infer(service.port, "b") == given_up_why
         assert stays in service.pids()
 
 
@@ -200,7 +202,7 @@ def test_a_request_in_work_is_answered_by_a_model_that_is_unloaded(tmp_path: Pat
         asked = pool.submit(infer, service.port, "b", "block")
         eventually((state / "entered").exists, "nothing blocks")
         assert control(service, "unload", "b")[0] == 200
-        assert "'b' is not found" in infer(service.port, "b")
+        assert infer(service.port, "b") == "model 'b' is not loaded"
         (state / "open").touch()
         assert asked.result() == "block"
 
@@ -246,6 +248,68 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path, text: str) -> None:
         assert (infer(service.port, "b"), service.pids()) == ("a", workers)
         assert 'torchpipe_reloads_total{outcome="failed"} 2.0' in service.get("metrics")[1]
         assert "torchpipe_reload_successful 0.0" in service.get("metrics")[1]
+
+
+def of_every_protocol(service: Monitored, grpc_port: int, name: str) -> dict[str, tuple[str, str]]:
+    """Code and message of a request to a model that is not served, over each protocol."""
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    messages = pytest.importorskip("torchpipe_py.methods.rpc.messages")
+    given = {"inputs": [{"name": "data", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}
+    of_model, body = f"/v2/models/{name}", json.dumps({"inputs": {"data": "a"}, "node_name": name}).encode()
+    asked = {
+        "infer": ask(service.port, b"abc", f"/infer?node_name={name}"),
+        "infer, JSON": ask(service.port, body, "/infer", Content_Type="application/json"),
+        "infer, version": ask(service.port, b"abc", f"/infer?node_name={name}/1"),
+        "OIP": ask(service.port, given, f"{of_model}/infer"),
+        "OIP, version": ask(service.port, given, f"{of_model}/versions/1/infer"),
+        "metadata": ask(service.port, b"", of_model, "GET"),
+        "statistics": ask(service.port, b"", f"{of_model}/stats", "GET"),
+    }
+    assert {status for status, _ in asked.values()} == {503}
+    found = {door: (said["code"], said["error"]) for door, (_, said) in asked.items()}
+    assert ask(service.port, b"", f"{of_model}/ready", "GET") == (503, {"name": name, "ready": False})
+    for door, text in (("Thrift", name), ("Thrift, version", f"{name}/1")):
+        with Client(service.port) as client, pytest.raises(IDL.InferenceError) as raised:
+            client.infer({"data": IDL.Value(text="a")}, node_name=text)
+        found[door] = raised.value.code, raised.value.message
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as on:
+        tensor = {"name": "data", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": [b"a"]}}
+        infer = messages.message("inference.ModelInferRequest")(model_name=name, inputs=[tensor]).SerializeToString()
+        path = "/inference.GRPCInferenceService/"
+        with pytest.raises(grpc.RpcError) as failed:
+            on.unary_unary(f"{path}ModelInfer")(infer, timeout=WAIT, wait_for_ready=True)
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        found["gRPC"] = dict(failed.value.trailing_metadata())["error-code"], failed.value.details()
+        ready = messages.message("inference.ModelReadyRequest")(name=name).SerializeToString()
+        assert on.unary_unary(f"{path}ModelReady")(ready, timeout=WAIT) == b"", "not ready"
+    return found
+
+
+def test_every_protocol_says_why_a_known_model_is_not_served(tmp_path: Path) -> None:
+    folder = written(tmp_path / "models", good=GOOD, gone=GOOD, text=BAD["text"], setup=BAD["setup"])
+    with reserved_port() as port, folder_service(folder, "--grpc-port", str(port), "--workers", "2") as service:
+        service.wait_started()
+        written(folder, late=BAD["missing"])
+        assert control(service, "load", "late")[0] == 400
+        assert control(service, "unload", "gone")[0] == 200
+        reasons = index(service.port)
+        for name in ("text", "setup", "late", "gone"):
+            reason = f"could not be loaded: {reasons[name][1]}" if name != "gone" else "is not loaded"
+            found = of_every_protocol(service, port, name)
+            for door, (code, said) in found.items():
+                named = f"{name}/1" if door.endswith("version") else name
+                assert (code, said) == ("unavailable", f"model {named!r} {reason}"), door
+            assert str(tmp_path) not in str(found)
+        assert ask(service.port, b"abc", "/infer?node_name=other")[1]["code"] == "unknown_node"
+        workers = service.pids()
+        os.kill(workers[0], signal.SIGKILL)
+        eventually(lambda: len(service.pids()) == 2 and workers[0] not in service.pids())
+        for name in ("late", "gone"):
+            said = {ask(service.port, b"abc", f"/infer?node_name={name}")[1]["code"] for _ in range(8)}
+            assert said == {"unavailable"}, "the next worker knows it, too"
+        written(folder, late=GOOD)
+        assert control(service, "load", "late")[0] == control(service, "load", "gone")[0] == 200
+        assert infer(service.port, "late") == infer(service.port, "gone") == "a"
 
 
 def test_a_load_that_fails_has_one_code_over_http_and_grpc(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import DeadlineExceeded, Overloaded, TorchpipeError, UnknownNode, nearest
+from torchpipe_py.errors import DeadlineExceeded, ModelUnavailable, Overloaded, TorchpipeError, UnknownNode, nearest
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import InferRequest, explained
@@ -185,10 +185,13 @@ class Models:
         return [version for model, version in self._models if model == name]
 
     def find(self, name: str, version: str = "") -> Model:
-        """The model; an empty version is the latest. Raises ``UnknownNode`` for an unknown model or version."""
+        """The model; an empty version is the latest. Raises ``UnknownNode`` for an unknown model or version, and
+        ``ModelUnavailable`` for one that is not loaded.
+        """
         model = self._models.get((name, version)) if version else self._latest.get(name)
         if model is not None:
             return model
+        self._pipe.check_loaded(f"{name}/{version}" if version else name)
         if name not in self._latest:
             valid = nearest(name[:80], {model.name for model in self._listed})
             raise UnknownNode(f"{UNKNOWN_MODEL}: {name[:80]!r} is not found; {valid}")
@@ -221,8 +224,11 @@ class OpenInference:
         self._counting: list[Callable[[Mapping[str, Any]], object]] = []
 
     def is_ready(self, name: str = "", version: str = "") -> bool:
-        """Whether the model is, or without a name whether all are."""
-        models = self._named(name, version)
+        """Whether the model is, or without a name whether all are that are served."""
+        try:
+            models = self._named(name, version)
+        except ModelUnavailable:
+            return False
         stats = self.models.stats()  # NOTE: once, which is not cheap
         return all(model.is_ready(stats) for model in models)
 
