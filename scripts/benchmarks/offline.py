@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from benchmarks.bare import Processes, nodes
-from benchmarks.common import REPOSITORY, Load, Report, Subject, cores, image_folder, labelled, picture, python
+from benchmarks.common import REPOSITORY, Load, Report, cores, image_folder, labelled, picture, python
 from benchmarks.over_http import configuration
 from benchmarks.services import run_clients, serving
 from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = 10
 FEW = 16  # files of a run that shows what the start takes
+SERVICE = "torchpipe-serve, HTTP"
 RUN, WITHOUT_START = "torchpipe run, {} workers", "torchpipe run, {} workers, without its start"
 
 
@@ -33,24 +34,27 @@ def offline(args: argparse.Namespace) -> Report:
     batch = int(config["classifier"]["max"])
     bare = Processes(count, nodes, config, batch, (width, height))
     try:
-        limit = Subject(f"limit: the backends in {{}} bare loops, a process each, batches of {batch}", bare.load)
-        with files(args.files, width, height) as folder, files(FEW, width, height) as few, TemporaryDirectory() as out:
+        limit = f"limit: the backends in {{}} bare loops, a process each, batches of {batch}"
+        with (
+            files(args.files, width, height) as folder,
+            files(FEW, width, height) as few,
+            TemporaryDirectory() as out,
+            serving(config) as port,
+            image_folder(picture(width, height)) as images,
+        ):
             toml = Path(out, "run.toml")
             toml.write_text(to_toml(config), encoding="utf-8")
-            for _ in range(args.rounds):
-                report.add(limit.name, count, bare.load(1, args.seconds))
+            load = partial(run_clients, port, images, options=["--transport", "http"])
+            for _ in range(args.rounds):  # in turns, so that a drift of the machine hits all
+                report.add(limit, count, bare.load(1, args.seconds))
                 start = seconds_of(toml, few, Path(out, "few.jsonl"))
                 took = seconds_of(toml, folder, Path(out, "all.jsonl"))
                 report.add(RUN, count, Load(args.files / took, note=f"{took:.1f} s, {start:.1f} of {FEW} files"))
                 report.add(WITHOUT_START, count, Load((args.files - FEW) / (took - start)))
-            with serving(config) as port, image_folder(picture(width, height)) as images:
-                service = Subject(
-                    "torchpipe-serve, HTTP", partial(run_clients, port, images, options=["--transport", "http"])
-                )
-                report.measure([service], (CLIENTS,), args.seconds, args.rounds)
+                report.add(SERVICE, CLIENTS, load(CLIENTS, args.seconds))
     finally:
         bare.close()
-    for other, low in (((service.name, CLIENTS), 0.95), ((limit.name, count), 0.9)):
+    for other, low in (((SERVICE, CLIENTS), 0.95), ((limit, count), 0.9)):
         ratio = report.ratio((WITHOUT_START, count), other)
         report.require(f"a run without its start against {labelled(*other)}", ratio, low=low)
     return report

@@ -237,9 +237,8 @@ def test_inflated_bodies_count_as_held() -> None:
         assert Steered.entered.acquire(timeout=WAIT)
         other.send(head.encode() + blocking)
         answer = other.read()
-        told = json.loads(answer.body)
-        said = "more than 1200000 bytes of unanswered messages (--max-held-bytes)"
-        assert (answer.status, told["error"]) == (429, said)
+        reason = "more than 1200000 bytes of unanswered messages (--max-held-bytes)"
+        assert (answer.status, json.loads(answer.body)["error"]) == (429, reason)
         Steered.opened.set()
         assert one.read().status == 200
         assert ask(server.port, gzip.compress(LARGE), Content_Encoding="gzip")[0] == 200

@@ -210,6 +210,21 @@ def test_caller_that_stands_in_may_close_the_pipe(register: Register, restored: 
     assert p.close()
 
 
+def test_items_that_a_close_ends_before_they_enter_keep_their_error(restored: Registry) -> None:
+    def closing(data: Data) -> Status:
+        thread = threading.Thread(target=p.close, args=(0.0,))
+        thread.start()
+        thread.join(WAIT)
+        return Status.Run
+
+    restored.register_filter(closing, "closing")
+    p = pipe({"a": {"backend": "Identity", "filter": "closing"}})
+    items: list[Data] = [{"data": number} for number in range(3)]
+    with pytest.raises(PipeClosed):
+        p(items)
+    assert [type(item.get("error")) for item in items] == [PipeClosed] * 3
+
+
 @pytest.mark.parametrize(
     "nodes",
     [

@@ -21,6 +21,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "single": {"n": NODE},
     "batching": {"n": {**NODE, "most": 2, "batching_timeout": 1}},
     "forked": {"n": {"next": "a,b"}, "a": NODE, "b": {}},
+    "forked, one elsewhere": {
+        "n": {"next": "a,b"},
+        "a": {"backend": "Process[Steered]"},
+        "b": {**NODE, "instance_num": 2},
+    },
     "jump": {"n": {"backend": "Jump", "jump": "inner"}, "inner": NODE},
     "process": {"n": {"backend": "Process[Steered]"}},
     "shared": {"n": {**NODE, "shared": True}},

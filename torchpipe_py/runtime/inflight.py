@@ -62,6 +62,11 @@ class InFlight:
             more = len(requests)
             count = len(self._requests) + more
             if not self.refusal and (2 * count <= self.most or count <= self._most_for(requests)):
+                for request in requests:
+                    # NOTE: only now, as a refused call changes nothing, and before any of them can end: what an earlier
+                    # call left must not show as an outcome.
+                    request.data.pop(TASK_RESULT_KEY, None)
+                    request.data.pop(TASK_ERROR_KEY, None)
                 self._requests.update(requests)
                 self.admitted += more
                 return

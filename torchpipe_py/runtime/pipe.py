@@ -603,9 +603,9 @@ class Ticket:
         links = self._request.links
         if links is None:
             return False
-        if links.has_begun is not None:
-            return links.has_begun()
-        return links.branches is not None or bool(links.on_completed)
+        if links.branches is not None:  # which share ``links``
+            return True
+        return bool(links.on_completed) if links.has_begun is None else links.has_begun()
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``, or because its client left; drops it if it is queued.

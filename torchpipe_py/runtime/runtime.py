@@ -32,7 +32,6 @@ from torchpipe_py.errors import (
     message_of,
 )
 from torchpipe_py.filters import Filter
-from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.metrics import Metrics, collect_in, current
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
@@ -345,11 +344,7 @@ class Runtime:
                 CURRENT.instance = outer
 
     def _enter(self, request: Request) -> None:
-        data = request.data
         try:
-            # NOTE: only now: a refused call changes nothing. What an earlier call left must not show as an outcome.
-            data.pop(TASK_RESULT_KEY, None)
-            data.pop(TASK_ERROR_KEY, None)
             self._entries[request.node](request)
         except BaseException as error:
             self.inflight.complete(request, error)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torchpipe_py.errors import ModelUnavailable
 from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, report
 
 encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -72,6 +73,8 @@ def failure(error: BaseException) -> Failure:
     if code == "internal":
         text = f"{type(error).__name__}: {text}"
     failed = failure_of(status, code, text, getattr(error, "retry_after_ms", None))
+    if isinstance(error, ModelUnavailable):  # until someone loads it
+        return Failure(status, {"error": text, "code": code}, {})
     if isinstance(error, UnsupportedEncodingError):
         failed.headers["Accept-Encoding"] = "gzip, deflate"
     return failed

@@ -456,6 +456,6 @@ def json_plain(value: Any) -> Any:
 
 
 encode_json = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
-_encode_numbers = fast_encoder(encode_json)
 """JSON of a value, with what ``json_plain`` makes of NumPy's and PyTorch's; ``ValueError`` for NaN and infinity."""
+_encode_numbers = fast_encoder(encode_json)
 _PIECE = 2**13  # numbers that are encoded without a pause

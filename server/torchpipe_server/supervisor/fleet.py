@@ -63,6 +63,7 @@ class Fleet:
         self._leaving: set[Child] = set()
         self._is_ending = self._wants_reload = False
         self._may_differ = False  # workers may serve different models: a change was cut short
+        self._is_repairing = False  # by a reload that replaces them
         self._changes = Changes()
         self._model_change: ModelChange | None = None
         self.reloads: Counter[str] = Counter({"ok": 0, "failed": 0})  # by outcome; loads and unloads as well
@@ -395,13 +396,16 @@ class Fleet:
             return
         if self._may_differ:
             self._may_differ = False  # NOTE: even if the reload fails: the next one might, too, without an end
+            self._is_repairing = True
             self._begin_reload(Change(lambda: self.generation.tables, lambda problem: None, ""))
         elif (change := self._changes.next()) is not None:
             self._begin_reload(change)
 
     def _reload_ended(self, problem: str) -> None:
-        self.reloads["failed" if problem else "ok"] += 1
-        self.is_last_reload_ok = not problem
+        if not self._is_repairing:  # nobody has asked for a repair, and the load before it has failed
+            self.reloads["failed" if problem else "ok"] += 1
+            self.is_last_reload_ok = not problem
+        self._is_repairing = False
         self._changes.report(problem)
         self._loop.call_soon(self._begin_change)
 
@@ -414,7 +418,7 @@ class Fleet:
             self._apply(change)
         except (TorchpipeError, OSError) as error:
             self._give_up_reload(str(error))
-        except Exception as error:  # whoever asked for it waits for an outcome, and so does the next change
+        except Exception as error:  # the caller waits for an outcome, and so does the next change
             logger.exception("internal error while a reload began")
             self._give_up_reload(describe(error))
 
@@ -464,7 +468,7 @@ class Fleet:
                 logger.error("model %r stays as it is: %s", name, problem)
             else:
                 self._serve_folder(folder, name)
-            if may_differ:
+            if may_differ and not self._is_ending:
                 logger.error("workers may serve different versions of model %r: all are replaced", name)
                 self._may_differ = True
             self._reload_ended(problem)

@@ -142,7 +142,11 @@ class FolderModels:
             return "nothing is prepared"
         folder, name, added = prepared
         problems = {key: problem for key, problem in self.problems.items() if name_of(key) != name}
-        removed = self.pipes.replace(self._keys_of(name), added, {**folder.problems, **problems})
+        try:
+            removed = self.pipes.replace(self._keys_of(name), added, {**folder.problems, **problems})
+        except BaseException:
+            _close_aside(added.values())
+            raise
         self._folder, self.problems = folder, problems
         until = monotonic() + self._options.drain_seconds
         self._retiring += [(run, until) for run in removed]

@@ -178,7 +178,9 @@ def test_workers_are_replaced_once_if_they_may_serve_different_models(fleets: Fl
         fleets.forked(slot, mock.Mock())
         slot.child.configure_mock(tables=slot.tables)
     fleet._receive(slot.child, Ready(""))
-    assert (fleet.reloads, slot in fleet.generation.workers) == ({"ok": 1, "failed": 1}, True)
+    # Nobody has asked for the reload that repairs; another one counts.
+    assert (fleet.reloads, fleet.is_last_reload_ok) == ({"ok": int(how == "reload"), "failed": 1}, how == "reload")
+    assert slot in fleet.generation.workers
     fleets.loop.advance(0.01)
     slot.child.ask_change.assert_called_once()
     assert (len(fleets.starts), len(answers)) == (2, 1), "the next change has begun"

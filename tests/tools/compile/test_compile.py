@@ -23,6 +23,7 @@ from torchpipe_py.certificate import DIGEST, CertifiedTables, digest, read_certi
 from torchpipe_py.cli import main
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.plan.files import file_hash
+from torchpipe_py.registry import default
 from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
 from torchpipe_py.tools.compile import command, compile_config
@@ -451,3 +452,15 @@ def test_refuses_first_what_cannot_be_certified(
 def test_least_number_of_pictures_is_what_a_perfect_file_needs() -> None:
     found = {text: least_pictures(read_tolerance(text)) for text in ("top1=0.999", "top1=0.99", "top1=0.9, score=0.1")}
     assert found == {"top1=0.999": 4213, "top1=0.99": 420, "top1=0.9, score=0.1": 420}
+
+
+def test_file_in_another_folder_may_have_custom_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torchpipe_py import Backend, register_backend\n\n\n@register_backend\nclass OnlyHere(Backend):\n"
+        "    def forward(self, items):\n        pass\n"
+    )
+    (tmp_path / "c.toml").write_text('[n]\nbackend = "OnlyHere"\n')
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with default.restored(), pytest.raises(ToolError, match=r"tolerance|picture|image"):
+        compile_config("c.toml", ".", "top1=0.9", "elsewhere/out.toml", imports=["own.py"])

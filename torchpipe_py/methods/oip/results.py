@@ -41,7 +41,7 @@ def outputs_of(
     names = [spec.name for spec in specs]
     wanted = [output.name for output in request.outputs]
     values = [item[RESULT] for item in items] if all(RESULT in item for item in items) else []
-    are_detections = all_are(Detections, values)
+    are_detections = _all_are(Detections, values)
     if are_detections:
         tensors = detections.tensors_of(RESULT, values, wanted or detections.FIELDS)
         made = {name: _joined(name, [tensor]) for name, tensor in tensors.items()}
@@ -136,10 +136,10 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
     """One tensor of all values: arrays are concatenated, other values are one element each, as JSON if need be."""
     if all(map(is_array, values)):
         return _joined(name, values)
-    if all_are((str, bytes, bytearray), values):
+    if _all_are((str, bytes, bytearray), values):
         return texts(name, map(_encoded, values))
     for datatype, kinds, dtype in _SCALARS:
-        if all_are(kinds, values):
+        if _all_are(kinds, values):
             try:
                 return Output(name, datatype, [len(values)], np.array(values, dtype))
             except OverflowError:
@@ -147,7 +147,7 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
     return texts(name, [answers.utf8_json(to_text(name, value)) for value in values])
 
 
-def all_are(kinds: Any, values: Sequence[Any]) -> bool:
+def _all_are(kinds: Any, values: Sequence[Any]) -> bool:
     """Whether there are values, all of these kinds."""
     return bool(values) and isinstance(values[0], kinds) and all(isinstance(value, kinds) for value in values)
 

@@ -83,9 +83,9 @@ def compile_config(
     wanted = Wanted(slo_p99, rate, cores, gpu_memory, budget, None, imports, progress)
     wanted.usable_cores()  # NOTE: wrong arguments are reported before files that cannot be read
     path, out = os.fspath(config), Path(out)
-    check_out(Path(path), out, {})  # NOTE: before long work
     for name in imports:
         import_code(name)
+    check_out(Path(path), out, {})  # NOTE: before long work
     with _reading():
         sha256 = file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
     tables, halves = Tables.of(path), Halves.of(os.fspath(img_dir), limits)
@@ -187,14 +187,13 @@ class _Compilation:
     def _share_out(self, bench: Bench) -> None:
         """Set the ends of the phases. ``ToolError`` if there is too little time to certify anything."""
         least, budget = least_pictures(self._tolerance), bench.clock.seconds
-        seconds = CERTIFY_TIMES * least / bench.known.answers + CERTIFY_S
-        if seconds > MOST_TO_CERTIFY * budget:
-            enough = math.ceil(seconds / MOST_TO_CERTIFY)
+        seconds, spent = CERTIFY_TIMES * least / bench.known.answers + CERTIFY_S, bench.clock.spent
+        if seconds > MOST_TO_CERTIFY * (1 - spent) * budget:
+            enough = math.ceil(spent * budget + seconds / MOST_TO_CERTIFY)
             why = f"{least} pictures, the least for {self._tolerance}, take about {seconds:.0f} s to certify"
             raise ToolError(f"--budget {budget:g}: {why}; --budget {enough} is enough")
         self._seconds_to_certify = seconds = max(seconds, LEAST_TO_CERTIFY * budget)
         # NOTE: the profile takes long where an engine is built for it.
-        spent = bench.clock.spent
         rest = max(0.0, 1 - seconds / budget - spent)
         ends = {name: spent + end * rest for name, end in ENDS.items()}
         bench.clock.ends = {"profile": spent, **ends, "certify": 1.0}
