@@ -1,4 +1,4 @@
-"""Twelve kinds of models as people have them: each TOML passes the check, and answers the same at every door.
+"""Kinds of models as people have them: each TOML passes the check, and answers the same at every door.
 
 A picture goes in where the TOML decodes, else tensors by the names of the model's inputs. ``torchpipe export`` writes a
 TOML for each of these files, too.

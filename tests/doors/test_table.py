@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from kit import doors
 from kit.cells import check_each
@@ -217,6 +218,7 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
     logits = np.zeros((1, 3, 2, 2), "f4")
     logits[0, 2, 1] = 1
     mask = identity(folder, "mask", F, logits, ["n", 3, 2, 2]).node
+    kinds |= one_at_a_time(folder)
     kinds["mask"] = Kind(
         {**mask, "postprocessor": "ArgMax"}, {"x": logits}, {"result": np.array([[[0, 0], [2, 2]]], "u1")}, ["x"]
     )
@@ -260,11 +262,38 @@ def kinds_in(folder: Path) -> dict[str, Kind]:
     return kinds
 
 
+def one_at_a_time(folder: Path) -> dict[str, Kind]:
+    """Models with an open first dimension and ``max = 1``: of the first two it is not a batch."""
+    make, form = helper.make_node, (F, ["p", 4])
+    nodes = {
+        "points": save(
+            folder, "points", [make("ReduceMax", ["x"], ["most"], axes=[0]), make("Add", ["x", "most"], ["y"])],
+            {"x": form}, {"y": form},
+        ),
+        "sequence": save(
+            folder, "sequence",
+            [make("LSTM", ["x", "w", "r"], ["states"], hidden_size=2), make("Squeeze", ["states", "axis"], ["y"])],
+            {"x": (F, ["t", 1, 4])}, {"y": (F, ["t", 1, 2])},
+            {"w": np.linspace(-1, 1, 32, dtype="f4").reshape(1, 8, 4), "axis": np.array([1]),
+             "r": np.linspace(1, -1, 16, dtype="f4").reshape(1, 8, 2)},
+        ),
+        "row_by_row": save(folder, "row_by_row", [make("Softmax", ["x"], ["y"])], {"x": form}, {"y": form}),
+    }  # fmt: skip
+    kinds = {}
+    for name, node in nodes.items():
+        x = ROW[:, None] / 4 if name == "sequence" else ROW
+        session = onnxruntime.InferenceSession(node["model"], providers=["CPUExecutionProvider"])
+        kinds[name] = Kind({**node, "max": 1}, {"x": x}, {"y": session.run(None, {"x": x})[0]}, ["x"])
+    return kinds
+
+
+MIXED = ("points", "sequence")
+
 NAMES = (
     *DTYPES, "own_data", "own_data_last", "own_result", "own_error", "own_priority", "own_node_name", "own_context",
     "own_parameters", "gives_result", "gives_data", "gives_error", "only_data", "any_name", "wide", "nhwc", "no_batch",
     "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested", "texts", "detector",
-    "yolo", "normalised",
+    "yolo", "normalised", *MIXED, "row_by_row",
 )  # fmt: skip
 
 
@@ -494,7 +523,7 @@ def test_call_passes_at_the_limit_of_its_items_and_not_beyond(table: Table, door
 
 # -- batches --------------------------------------------------------------------------------------------------------
 
-WITHOUT_BATCH = ("no_batch", "scalar", "no_rows", "nested")
+WITHOUT_BATCH = ("no_batch", "scalar", "no_rows", "nested", *MIXED)
 
 
 @pytest.fixture(scope="module")
@@ -539,6 +568,35 @@ def test_batch_with_wrong_inputs_is_invalid(table: Table, door: str) -> None:
         assert (answer.code, answer.values) == ("invalid_request", {})
 
     check_each(product([mistake for mistake in MISTAKES if mistake != "fractions for integers"], NAMES), check)
+
+
+@every_door
+def test_rows_that_depend_on_each_other_are_refused_alike(table: Table, door: str) -> None:
+    """They are the values of one request, whose answer row by row would be wrong."""
+
+    def check(name: str) -> None:
+        (value,) = table.kinds[name].inputs.values()
+        asked = table.asked(name, {"x": np.concatenate([value, -value])})
+        answer = DOORS[door](table.house, asked)
+        assert answer == Answer("invalid_request", {}, DOORS["python"](table.house, asked).message)
+        shape, batched = ("2x1x4", "1x?x1x4") if name == "sequence" else ("2x4", "1x?x4")
+        assert f"input 'x' takes 1{shape[1:]}, got {shape}; the model's rows depend on each other" in answer.message
+        assert answer.message.endswith(f"export the model with a batch before it, {batched}")
+
+    check_each(MIXED, check)
+
+
+@pytest.mark.parametrize("name", [*MIXED, "row_by_row"])
+def test_metadata_says_whether_a_request_may_have_several_rows(table: Table, name: str) -> None:
+    most, first = (1, 1) if name in MIXED else (LIMITS["max_batch"], -1)
+    with HttpClient(table.house.server.port) as client:
+        client.send(f"GET /v2/models/{name} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        (given,) = json.loads(client.read().body)["inputs"]
+        assert given["shape"] == [first, *table.kinds[name].inputs["x"].shape[1:]]
+        client.send(f"GET /v2/models/{name}/config HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        config = json.loads(client.read().body)
+        assert config["max_batch_size"] == most
+        assert config["input"][0]["dims"] == given["shape"][1:]
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------

@@ -218,6 +218,13 @@ def _text(path: Path) -> Path:
     return graph.save(path, {"text": (TEXT, ["batch", 1])}, {"same": (TEXT, ["batch", 1])})
 
 
+def _points(path: Path) -> Path:
+    """Points P×3, less the least of each coordinate: the first dimension is not a batch."""
+    graph = Graph()
+    graph.add("Sub", "points", graph.add("ReduceMin", "points", axes=[0]), output="moved")
+    return graph.save(path, {"points": (FLOAT, ["points", 3])}, {"moved": (FLOAT, ["points", 3])})
+
+
 def _one(path: Path) -> Path:
     graph = Graph()
     graph.add("Identity", graph.head("input", 10), output="logits")
@@ -278,6 +285,7 @@ postprocessor = "L2Normalize"
         "orig_im_size": np.array([[480, 640]], np.float32), "threshold": np.array([0.5], np.float32),
     }, ["iou_predictions"]),
     Kind("string_input", _text, _toml(TENSORS_TOML, "max = 4"), {"text": np.array([["caf\u00e9"]], object)}, ["same"]),
+    Kind("points", _points, _toml(TENSORS_TOML, "max = 1"), {"points": np.array([[3, 1, 2]], np.float32)}, ["moved"]),
     Kind("fixed_batch", _one, _toml(CLASSIFIER_TOML, """
 max = 1
 mean = "123.675, 116.28, 103.53"

@@ -36,7 +36,8 @@ class TensorSpec:
     ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown. ``labels``
     name the classes of an output that has one number per class. ``is_scalar``: an output has no dimensions, not
     even that of a batch. ``is_optional``: the model has a value for an input that a request leaves out. ``is_image``:
-    its bytes are an encoded image, which JSON may have as base64 text.
+    its bytes are an encoded image, which JSON may have as base64 text. ``rows_mix``: two rows of an input together have
+    other results than each alone, so its first dimension is not a batch, and a request has one row.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TensorSpec:
     is_scalar: bool = False
     is_optional: bool = False
     is_image: bool = False
+    rows_mix: bool = False
 
     def __str__(self) -> str:
         shape = [shown_dims((1, *self.dims[1:]))] if self.dims else []

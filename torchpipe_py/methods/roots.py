@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from torchpipe_py.backends.model.inputs import misfit
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
@@ -34,6 +35,7 @@ class Root:
         self.outputs = signature.outputs
         self.images = frozenset(spec.name for spec in signature.inputs if spec.is_image)
         self.parameters = signature.parameters
+        self._mixed = [spec for spec in signature.inputs if spec.rows_mix]
         self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
         self._reads, self.model = reads, model
 
@@ -75,6 +77,15 @@ class Root:
         item = {name: value for name, value in given.items() if name not in inputs}
         item[TASK_DATA_KEY] = inputs if len(self.names) > 1 else inputs[own[0]]
         return item
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``InvalidRequest`` for several rows of a request, if the model's rows depend on each other."""
+        if not self._mixed or len(rows) == 1:
+            return
+        spec = self._mixed[0]
+        value = rows[0].get(spec.name, rows[0].get(TASK_DATA_KEY))
+        shape = getattr(value, "shape", (1,) * len(spec.dims))  # of texts, a row may be a single one
+        raise InvalidRequest(misfit(spec.name, spec.dims[1:], (len(rows), *shape[1:]), spec.rows_mix))
 
     def _check(self, given: Mapping[str, Any], known: Collection[str]) -> None:
         if self._reads is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from conftest import picture, save_model
@@ -80,6 +81,51 @@ def test_refuses_models_that_mix_items(tmp_path: Path, name: str, size: int | st
     assert answer({**config, "max": 1}, torch.arange(6.0))["result"].shape == (1, 6)
 
 
+def rows_mix(config: Data) -> bool:
+    """What the model is found to be with ``max = 1``: the same for each instance."""
+    with pipe({"max": 1, "instance_num": 2, **config}) as run:
+        (spec,) = run.signature().inputs
+        return bool(spec.rows_mix)
+
+
+ALIKE: dict[str, Any] = {
+    "softmax of each row": ("Softmax", {"axis": 1}, {}),
+    "random": ("Dropout", {}, {"ratio": np.float32(0.5), "training": True}),
+    "fails for two rows": ("Reshape", {}, {"to": np.array([1, 64])}),
+}
+"""Models of which it is not known that their rows mix."""
+
+
+@pytest.mark.parametrize("name", [*MIXES, *ALIKE])
+def test_finds_rows_that_mix_if_items_run_alone(tmp_path: Path, name: str) -> None:
+    kind, attributes, constants = {**MIXES, **ALIKE}[name]
+    config = node_with(tmp_path, kind, ["N", 64], 64, attributes, **constants) | {"max": 1}
+    assert rows_mix(config) == (name in MIXES)
+    one, two = torch.arange(64.0), torch.arange(128.0).reshape(2, 64)
+    assert answer(config, one)["result"].shape == (1, 64)
+    error = answer(config, two)["error"]
+    assert ("the model's rows depend on each other" in str(error)) == (name in MIXES)
+
+
+@pytest.mark.parametrize(("gives", "keep"), [([1, 6], 1), ([], 0)], ids=["one row", "a scalar"])
+def test_finds_outputs_that_are_of_all_rows_together(tmp_path: Path, gives: Any, keep: int) -> None:
+    more = {"axes": [0], "keepdims": keep} if keep else {"keepdims": keep}
+    assert rows_mix(onnx_node(one_node(tmp_path / "model.onnx", ["N", 6], "ReduceMax", gives=gives, **more)))
+
+
+def test_gives_memory_of_two_rows_back_where_items_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[str] = []
+
+    class Options(onnxruntime.RunOptions):  # type: ignore[misc]
+        def add_run_config_entry(self, key: str, value: str) -> None:
+            entries.append(f"{key} {value}")
+            super().add_run_config_entry(key, value)
+
+    monkeypatch.setattr(onnxruntime, "RunOptions", Options)
+    assert not rows_mix(node_with(tmp_path, "Relu", ["N", 6]) | {"max": 1})
+    assert entries == ["memory.enable_memory_arena_shrinkage cpu:0"]  # once for both instances
+
+
 class OneRow(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(1, -1)
@@ -99,6 +145,10 @@ def test_checks_torch_models(tmp_path: Path) -> None:
     config = torch_model(tmp_path / "one.pt2", torch.nn.ReLU(), torch.zeros(1, 4))
     refused({**config, "max": 4}, r"has a fixed batch of 1, but the range is 1\.\.4; .* or set max = 1$")
     assert answer(config, torch.ones(1, 4))["result"].tolist() == [[1.0] * 4]
+    for module, mixes in ((torch.nn.Softmax(0), True), (torch.nn.Softmax(1), False)):
+        config = torch_model(tmp_path / "rows", module, torch.zeros(2, 4), shapes=batched())
+        assert rows_mix(config) == mixes
+        assert ("rows depend on each other" in str(answer(config, torch.ones(2, 4))["error"])) == mixes
 
 
 # -- what does not mix ----------------------------------------------------------------------------------------------

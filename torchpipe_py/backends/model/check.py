@@ -225,7 +225,8 @@ class BatchCheck:
     """The trial of one model, made once for all instances of a node, by the first that has shapes to try.
 
     ``layout`` assigns rows of the outputs to items. ``tolerance`` is a part of an output's largest value. Where
-    ``is_normalised``, the model takes pixels of 0..255.
+    ``is_normalised``, the model takes pixels of 0..255. ``rows_mix``: with ``max = 1``, two items together have other
+    outputs than each alone.
     """
 
     def __init__(self, model: str, layout: Layout, tolerance: float, is_normalised: bool) -> None:
@@ -233,18 +234,23 @@ class BatchCheck:
         self._lock = threading.Lock()
         self._tries_left = TRIES
         self._problem = ""
+        self.rows_mix = False
 
-    def require(self, run: Run, inputs: Sequence[TensorSpec], outputs: Sequence[str], least: int, most: int) -> bool:
+    def require(
+        self, run: Run, inputs: Sequence[TensorSpec], outputs: Sequence[str], least: int, most: int,
+        tries_pair: bool = False,
+    ) -> bool:  # fmt: skip
         """Raise ``ConfigError`` if items in batches of ``least`` to ``most`` mix, or do not get separate rows.
 
         Only the batch dimension of ``inputs`` may be open. ``outputs`` are the names, as far as the model has them.
-        Returns false if the model does not accept such inputs, and others may be tried.
+        ``tries_pair``: find ``rows_mix``, if ``most`` is 1. Returns false if the model does not accept such inputs, and
+        others may be tried.
         """
         with self._lock:
             if self._tries_left:
                 self._tries_left -= 1
                 try:
-                    self._problem = self._try(run, inputs, outputs, least, most)
+                    self._problem = self._try(run, inputs, outputs, least, most, tries_pair)
                     self._tries_left = 0
                 except _NotTakenError as error:
                     logger.warning("%s: not warmed up: %s", self._model, error)
@@ -252,7 +258,9 @@ class BatchCheck:
             raise ConfigError(f"model {self._model}: {self._problem}")
         return not self._tries_left
 
-    def _try(self, run: Run, inputs: Sequence[TensorSpec], outputs: Sequence[str], least: int, most: int) -> str:
+    def _try(
+        self, run: Run, inputs: Sequence[TensorSpec], outputs: Sequence[str], least: int, most: int, tries_pair: bool
+    ) -> str:
         """The problem, or an empty string."""
         probes = [self._probe(inputs, index) for index in range(min(PROBES, most))]
         alone = []
@@ -273,6 +281,7 @@ class BatchCheck:
                 self._model,
             )
         if most == 1:
+            self.rows_mix = tries_pair and not is_random and self._pair_differs(run, inputs, alone[0], outputs)
             return ""
         # Each item at several places, in an irregular order.
         order = [*range(len(probes)), *np.random.default_rng(0).integers(0, len(probes), most)][:most]
@@ -295,6 +304,22 @@ class BatchCheck:
             f"an item's output depends on the rest of its batch: {problem}. BatchNorm in training mode (export it "
             "after model.eval()), operations over dimension 0 and wrong views do that; max = 1 serves it item by item"
         )
+
+    def _pair_differs(
+        self, run: Run, inputs: Sequence[TensorSpec], first: list[np.ndarray], outputs: Sequence[str]
+    ) -> bool:
+        """Whether two items together have other outputs than each alone, joined; false if this is unknown.
+
+        ``first`` has those of the first probe.
+        """
+        probes = [self._probe(inputs, index) for index in range(2)]
+        try:
+            second = [result.copy() for result in run(probes[1])]
+            pair = run([np.concatenate(arrays) for arrays in zip(*probes, strict=True)])
+            joined = [np.concatenate([*map(np.atleast_1d, rows)]) for rows in zip(first, second, strict=True)]
+        except Exception:  # a reshape in the model fixes the batch, or outputs differ in shape
+            return False
+        return bool(self._differences([pair], [joined], outputs))
 
     def _probe(self, inputs: Sequence[TensorSpec], index: int) -> list[np.ndarray]:
         """The inputs of one item, 1×…: the same in each call, and different for each ``index``."""

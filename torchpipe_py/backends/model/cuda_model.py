@@ -329,16 +329,20 @@ class CudaRunner:
         """The model's inputs; ``count`` is the number in a request, for models that do not declare them."""
         specs = self._specs_of.get(count)
         if specs is None:
-            backend = self._backend
-            specs = self._specs_of[count] = [
-                InputSpec(
-                    spec.name,
-                    getattr(self._torch, spec.dtype) if spec.dtype else backend.default_dtype,
-                    spec.dims[1:] if spec.dims else None,
-                )
-                for spec in backend.inputs or [TensorSpec(f"input {index}") for index in range(count)]
-            ]
+            specs = self._specs_of[count] = self._make_specs(count)
         return specs
+
+    def _make_specs(self, count: int) -> Sequence[InputSpec]:
+        backend = self._backend
+        return [
+            InputSpec(
+                spec.name,
+                getattr(self._torch, spec.dtype) if spec.dtype else backend.default_dtype,
+                spec.dims[1:] if spec.dims else None,
+                spec.rows_mix,
+            )
+            for spec in backend.inputs or [TensorSpec(f"input {index}") for index in range(count)]
+        ]
 
     def least_size(self, count: int) -> int:
         """The smallest size with a graph for a batch of ``count``."""
@@ -353,7 +357,8 @@ class CudaRunner:
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Outputs for inputs N×…, in the model's order."""
-        specs = self.input_specs(len(inputs))
+        # NOTE: not those that are kept: the trial, which calls this, finds more about the backend's inputs.
+        specs = self._make_specs(len(inputs))
         tensors = [
             self._torch.from_numpy(array).to(self._backend.guard.device, spec.dtype)
             for array, spec in zip(inputs, specs, strict=True)

@@ -184,13 +184,19 @@ def fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
     )
 
 
-def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int]) -> str:
-    """The message for a value of ``shape`` if an item of ``dims`` is expected."""
+def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int], rows_mix: bool = False) -> str:
+    """The message for a value of ``shape`` if an item of ``dims`` is expected; ``rows_mix``: see ``TensorSpec``."""
     turned = (*shape[:-3], shape[-1], *shape[-3:-1]) if len(shape) >= 3 else ()
     is_turned = bool(turned) and bool(dims) and fits(turned[-len(dims) :], dims)
     hint = "; Mat2Tensor makes such a Tensor of H×W×C" if is_turned else ""
     if not hint and shape and shape[0] > 1 and fits(tuple(shape[1:]), dims):
         hint = "; the first dimension counts items, and a request has one"
+        if rows_mix:
+            batched = shown_dims((1, None, *dims))
+            hint = (
+                "; the model's rows depend on each other, so its first dimension is not a batch, and a request has one "
+                f"row: export the model with a batch before it, {batched}"
+            )
     return f"input {name!r} takes {shown_dims((1, *dims))}, got {shown_dims(shape)}{hint}"
 
 
@@ -277,11 +283,15 @@ def is_mat(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model's declaration of one input; ``dims`` are without the batch, ``None`` if undeclared."""
+    """A model's declaration of one input; ``dims`` are without the batch, ``None`` if undeclared.
+
+    ``rows_mix``: see ``TensorSpec``.
+    """
 
     name: str
     dtype: Any
     dims: tuple[int | None, ...] | None = None
+    rows_mix: bool = False
 
     def row_shape(self, value: Any) -> tuple[int, ...]:
         """Shape without the batch of one request's value; ``InvalidRequest`` if it does not fit."""
@@ -339,5 +349,7 @@ class InputSpec:
         if self.dims is None and len(shape) == 1 and shape[0] > 1:
             return shape  # a vector; of one number, it is an item without dimensions
         if not shape or shape[0] != 1:
+            if self.rows_mix and self.dims is not None:
+                raise InvalidRequest(misfit(self.name, self.dims, shape, self.rows_mix))
             raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {shown_dims(shape)}")
         return shape[1:]

@@ -115,6 +115,8 @@ class ModelBackend(Backend):
     output_names: Sequence[str] = ()
     scales: Mapping[int, Scale] | None = {}
     """The scale of each input that has ``mean`` or ``std``; ``None`` if the model does not declare shapes."""
+    runs_pairs = True
+    """It can run two items for the trial although ``max`` is 1."""
     _is_checked = False
     _allowed: Shapes = ()  # of the last request: most requests have the same
 
@@ -201,21 +203,37 @@ class ModelBackend(Backend):
         except NormalisationError as error:
             raise InvalidRequest(f"{error.key}: {str(error).partition(';')[0]}") from None
 
-    def check_batches(self, shapes: Shapes, count: int = 2) -> None:
+    def check_at_load(self) -> Shapes | None:
+        """The ``known_shapes``. If there are any, ``check_batches``, and find inputs whose rows mix with ``max = 1``.
+
+        Called after ``declare``.
+        """
+        shapes = self.known_shapes()
+        if shapes is None:
+            return None
+        is_open = self.max() == 1 and self.runs_pairs and all(spec.dims[:1] == (None,) for spec in self.inputs)
+        trial = self.check_batches(shapes, self.max(), tries_pair=is_open)
+        if is_open and trial is not None and trial.rows_mix:
+            self.inputs = tuple([replace(spec, rows_mix=True) for spec in self.inputs])
+        return shapes
+
+    def check_batches(self, shapes: Shapes, count: int = 2, tries_pair: bool = False) -> check.BatchCheck | None:
         """Raise ``ConfigError`` if the model mixes items of a batch of ``count``; called before the first batch.
 
-        A batch of two is enough, and delays the first request by only five times its own work.
+        A batch of two is enough, and delays the first request by only five times its own work. ``tries_pair``: see
+        ``BatchCheck``, which is returned if it had to be asked.
         """
         if self._is_checked:
-            return
+            return None
         key = ("batch check", self.model, self.max())
-        trial = self.config.shared.get(
+        trial: check.BatchCheck = self.config.shared.get(
             key, lambda: check.BatchCheck(self.model, self.layout, self.tolerance(), bool(self.normalisation))
         )
         named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
         inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
         sizes = self.trial_sizes(count, shapes)
-        self._is_checked = trial.require(self.run_on_host, inputs, self.output_names, *sizes)
+        self._is_checked = trial.require(self.run_on_host, inputs, self.output_names, *sizes, tries_pair=tries_pair)
+        return trial
 
     def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
         """The smallest batch of these shapes, and one of ``count`` items, or as near to that as there is."""

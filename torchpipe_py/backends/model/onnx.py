@@ -107,6 +107,7 @@ class OnnxTensor(ModelBackend):
         except ImportError as error:
             raise BackendUnavailable(f"{error.name} is not installed (pip install onnxruntime)") from error
         self._from_numpy: Any = torch.from_numpy
+        self._run_options: Any = onnxruntime.RunOptions
         self._session = self.config.shared.get(
             (self.model, self.normalisation, self.providers, self.threads, self.config.device_id),
             lambda: self._load(onnxruntime),
@@ -129,21 +130,28 @@ class OnnxTensor(ModelBackend):
         specs = [*outputs, *[each.spec for each in (*self._inputs, *self._optional.values())]]
         self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in specs)
         self.declare([given.spec for given in self._inputs], outputs, [each.spec for each in self._optional.values()])
-        shapes = self.known_shapes()
+        shapes = self.check_at_load()
+        for given, spec in zip(self._inputs, self.inputs, strict=True):
+            given.spec = spec
         if shapes is not None:
-            self.check_batches(shapes, self.max())
             self.config.shared.get((self._session, "warm"), lambda: self._warm_up(shapes))
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        return self._run(inputs, {})
+        options = None
+        if len(inputs[0]) > self.max() and not self._is_on_device():  # of the trial: no request needs its memory
+            options = self._run_options()
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        return self._run(inputs, {}, options)
 
-    def _run(self, inputs: list[np.ndarray], optional: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    def _run(
+        self, inputs: list[np.ndarray], optional: Mapping[str, np.ndarray], options: Any = None
+    ) -> list[np.ndarray]:
         feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
         feed.update(optional)
         try:
             if self._has_bfloat16:
                 return self._run_values(feed)
-            outputs: list[np.ndarray] = self._session.run(self.output_names, feed)
+            outputs: list[np.ndarray] = self._session.run(self.output_names, feed, options)
         except Exception as error:
             if self.file.has_key:
                 raise self.file.without_words(error) from None
@@ -375,7 +383,7 @@ class _Input:
         if array.ndim == len(dims) - 1:
             array = array[None]
         if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
-            raise InvalidRequest(misfit(name, dims[1:], given.shape))
+            raise InvalidRequest(misfit(name, dims[1:], given.shape, self.spec.rows_mix))
         if self.spec.dtype != BYTES:
             check_numbers(array, self.dtype, name)
         # A cast to a smaller integer type looks at every number.

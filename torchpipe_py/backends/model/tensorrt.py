@@ -51,6 +51,7 @@ class TensorrtTensor(ModelBackend):
     reads = ()
     needs_cuda = True
     use_graphs = True
+    runs_pairs = False  # an engine runs no batch beyond its profiles
     default_dtype = None
     guard: Guard
 
@@ -100,11 +101,9 @@ class TensorrtTensor(ModelBackend):
         self._read_engine()
         self._contexts: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._scratch: Any = None
-        shapes = self.known_shapes()
-        if shapes is not None:
-            self.check_batches(shapes, self.max())
-            if all(spec.dims[1:] == shape for spec, shape in zip(self.inputs, shapes, strict=True)):
-                self._runner.warm_up(shapes)
+        shapes = self.check_at_load()
+        if shapes and all(spec.dims[1:] == shape for spec, shape in zip(self.inputs, shapes, strict=True)):
+            self._runner.warm_up(shapes)
 
     def close(self) -> None:
         self._contexts = {}

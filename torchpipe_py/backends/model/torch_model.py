@@ -101,9 +101,7 @@ class TorchTensor(ModelBackend):
         self._module, inputs, outputs = loaded
         self.declare(inputs, outputs)
         self._check_types()
-        shapes = self.known_shapes()
-        if shapes is not None:
-            self.check_batches(shapes, self.max())
+        self.check_at_load()
 
     def close(self) -> None:
         self._module = None

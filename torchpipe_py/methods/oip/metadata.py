@@ -32,12 +32,13 @@ def model(name: str, versions: Sequence[str], signature: Signature | None) -> di
 def config(name: str, signature: Signature | None, most: int) -> dict[str, Any]:
     """The answer of ``GET /v2/models/{model}/config``: Triton's members that apply; shapes without the batch."""
     declared = _declared(signature)
+    has_batch = signature is None or not any(spec.rows_mix for spec in signature.inputs)
     return {
         "name": name,
         "platform": PLATFORM,
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
-        "max_batch_size": most,
+        "max_batch_size": most if has_batch else 1,
         "input": [_configured_input(tensor) for tensor in declared["inputs"]],
         "output": [_configured(tensor) for tensor in declared["outputs"]],
         "dynamic_batching": {},
@@ -68,11 +69,15 @@ def _tensors(specs: Sequence[TensorSpec], is_input: bool = True) -> list[dict[st
             "name": spec.name,
             "datatype": OF_DTYPE[spec.dtype],
             # A scalar is sent as one number. The protocol has no form for a shape that is unknown altogether.
-            "shape": [1] if spec.is_scalar else [-1, *[-1 if size is None else size for size in spec.dims[1:]]],
+            "shape": [1] if spec.is_scalar else [_first(spec), *[-1 if n is None else n for n in spec.dims[1:]]],
             **({"parameters": {"optional": True}} if spec.is_optional else {}),
         }
         for spec in specs
     ]
+
+
+def _first(spec: TensorSpec) -> int:
+    return 1 if spec.rows_mix else -1
 
 
 def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,13 +109,14 @@ class InferRequest(msgspec.Struct):
     timeout: int = 0
 
     def items(self, root: Root) -> list[Row]:
-        """A dict for the pipe per item; see ``Root.item``.
+        """A dict for the pipe per item; see ``Root.item`` and ``Root.check_rows``.
 
         Releases the rows, which are kept no longer than the pipe keeps them.
         """
         wanted = [output.name for output in self.outputs]
         priority = self.priority or None
         items = [root.item(row, wanted, self.node_name, priority, self.parameters) for row in self.rows]
+        root.check_rows(self.rows)
         self.rows.clear()
         return items
 
