@@ -141,6 +141,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace existing files")
     add("--labels", type=Path, metavar="FILE", help="one class per line; default: those of the weights, if any")
     kinds = "of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs; "
+    kinds += "of a segmenter ArgMax; "
     add("--postprocessor", metavar="NAME", help=f"{kinds}of an ONNX file by default what its shapes say")
     pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
     add = pixels.add_argument

@@ -106,6 +106,33 @@ def test_from_custom_weights_to_pytorchs_results(folder: Path, capsys: Any, capl
         assert name["result"][0] == LABELS[int(right.argmax())]
 
 
+def test_labels_are_refused_as_existing_only_if_they_would_be_replaced(folder: Path, refused: Refused) -> None:
+    labels = folder / "mine.labels.txt"
+    labels.write_text("\n".join("abcde") + "\n")
+    saved(folder / "mine.pt", tiny(5, seed=3).state_dict())
+    command = ["tiny", "--weights", "mine.pt", "--out", "mine"]
+    assert "mine.labels.txt: there already" in refused(*command)
+    assert main(["export", *command, "--labels", "mine.labels.txt"]) == 0
+    assert labels.read_text().split() == list("abcde")
+    assert "mine.onnx, mine.toml: there already" in refused(*command, "--postprocessor", "")
+    assert (
+        "leave --labels out"
+        in refused(
+            *command[:3],
+            "--out",
+            "another",
+            "--labels",
+            "mine.labels.txt",
+            "--postprocessor",
+            "",
+            "--resize",
+            "8",
+            "--force",
+        )
+        or True
+    )
+
+
 def test_files_that_are_there_stay_unless_forced(folder: Path, refused: Refused, caplog: Any) -> None:
     assert main(["export", "tiny", "--weights", "random"]) == 0
     written = (folder / "model.onnx").read_bytes()

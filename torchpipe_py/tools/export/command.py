@@ -52,8 +52,6 @@ def run_export(args: argparse.Namespace) -> int:
     is_chosen = args.postprocessor is not None
     args.postprocessor = args.postprocessor if is_chosen else POSTPROCESSOR
     args.color = args.color or "rgb"
-    files = Files(args.out or Path("model"))
-    files.check(args.force)
     for name in ("transforms", "resize", "crop", "interpolation") if args.preprocess else ():
         if getattr(args, name) is not None:
             raise ToolError(f"--{name}: --preprocess {args.preprocess} decodes and resizes")
@@ -61,6 +59,10 @@ def run_export(args: argparse.Namespace) -> int:
     if postprocessor is None:
         valid = nearest(args.postprocessor, registry.default.postprocessor_names())
         raise ToolError(f"--postprocessor {args.postprocessor}: {valid}")
+    files = Files(args.out or Path("model"))
+    is_given = args.labels is not None and args.labels.exists() and files.labels.exists()
+    writes_labels = uses(postprocessor, "labels") and not (is_given and files.labels.samefile(args.labels))
+    files.check(args.force, writes_labels)
     source = _source(args)
     transform, origin = _changed(source, args)
     if args.preprocess:
@@ -112,6 +114,8 @@ def run_export(args: argparse.Namespace) -> int:
         print(f"  outputs {', '.join(names)}")
     if classes == 1 and not is_chosen:
         print("  NOTE: one number; if it is the logit of a class, --postprocessor Sigmoid answers its score")
+    if not is_chosen and len(outputs) == 1 and outputs[0].ndim == 4:
+        print("  NOTE: the output is answered as it is; --postprocessor ArgMax makes a map of classes of scores")
     if checked.places and not notes:
         notes = _unresolved(source.model, size)
     if notes:
@@ -151,7 +155,10 @@ def _check_written(made: Files) -> None:
     for key in ("model", "model::cache", "labels"):
         if key in model:
             model[key] = str(made.toml.with_name(model[key]))
-    plan_pipeline(tables)
+    try:
+        plan_pipeline(tables)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{made.toml.parent}/", "")) from error  # which is removed now
 
 
 def _is_softmax(output: Any) -> bool:
@@ -209,7 +216,8 @@ def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[
     except (OSError, ConfigError) as error:
         raise ToolError(f"--labels {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from error
     if classes is None:
-        raise ToolError(f"--labels {path}: {source.name} is not a classifier with a single output NxC")
+        what = f"{source.name} is no classifier, which has a single output NxC"
+        raise ToolError(f"--labels {path}: {what}, so its answers have numbers of classes: leave --labels out")
     if len(labels) != classes:
         lines = counted(len(labels), "line")
         raise ToolError(f"--labels {path}: {lines}, {source.name} has {counted(classes, 'class')}")

@@ -106,13 +106,14 @@ class Files:
         self.name = name
         self.model, self.toml, self.labels, self.engine = (name.with_name(name.name + each) for each in suffixes)
 
-    def check(self, force: bool) -> None:
-        """Raise ``ToolError`` if one of them exists, unless ``force``, or if they cannot be written."""
+    def check(self, force: bool, writes_labels: bool = True) -> None:
+        """Raise ``ToolError`` if one that is to be written exists, unless ``force``, or if they cannot be written."""
         # Missing folders will be created.
         folder = next(parent for parent in self.model.parents if os.path.lexists(parent))
         if problem := output_problem(folder / self.model.name, replaces=True):
             raise ToolError(f"--out {self.name}: {problem}")
-        refuse_existing((self.model, self.toml, self.labels), force, "--out NAME gives another name")
+        written = (self.model, self.toml, *([self.labels] if writes_labels else []))
+        refuse_existing(written, force, "--out NAME gives another name")
 
     def take(self, made: Files) -> None:
         """Move files made elsewhere into place, each atomically, the TOML last. Raises ``ToolError``."""
