@@ -5,25 +5,29 @@ from __future__ import annotations
 import gc
 import threading
 
+import pytest
+from kit.locks import WatchedLock
 from kit.waits import WAIT
 
+from torchpipe_py.backends import cuda
 from torchpipe_py.backends.cuda import no_collection
 
 
-def test_a_thread_that_leaves_first_enables_no_collections_for_another() -> None:
-    second_is_inside, first_left = threading.Event(), threading.Event()
+def test_a_thread_that_leaves_first_enables_no_collections_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    second_is_there, first_left = threading.Event(), threading.Event()
     enabled: list[bool] = []
+    monkeypatch.setattr(cuda, "_without_collection", WatchedLock(second_is_there.set))
 
     def second() -> None:
         with no_collection():
-            second_is_inside.set()
+            second_is_there.set()
             first_left.wait(WAIT)
             enabled.append(gc.isenabled())
 
     thread = threading.Thread(target=second)
     with no_collection():
         thread.start()
-        second_is_inside.wait(0.2)  # it does not get there, unless both may be inside
+        assert second_is_there.wait(WAIT), "inside, or at the lock"
     first_left.set()
     thread.join(WAIT)
     assert enabled == [False]

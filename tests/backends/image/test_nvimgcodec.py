@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from kit.locks import WatchedLock
 from kit.waits import WAIT, eventually
 
 from torchpipe_py import BackendUnavailable, DecodeError
@@ -254,15 +255,16 @@ def test_instances_that_are_set_up_in_parallel_leave_stderr_as_it_was(
     monkeypatch: pytest.MonkeyPatch, library: Library
 ) -> None:
     monkeypatch.delitem(sys.modules, "nvidia.nvimgcodec")
-    second_imports, first_is_ready = threading.Event(), threading.Event()
+    second_is_there, first_is_ready = threading.Event(), threading.Event()
     imports: list[str] = []
+    monkeypatch.setattr(nvimgcodec, "_importing", WatchedLock(second_is_there.set))
 
     def slow_import(name: str) -> Library:
         imports.append(name)
         if len(imports) == 1:
-            second_imports.wait(0.2)  # it does not, unless both import at once
+            assert second_is_there.wait(WAIT), "here, or at the lock"
         else:
-            second_imports.set()
+            second_is_there.set()
             first_is_ready.wait(WAIT)
         sys.modules[name] = library
         return library

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from conftest import Register
 from kit.backends import Company, Echo, EchoFour, Gate
 from kit.inside import node_of, runtime_of
 from kit.kept_spans import KeptSpans
+from kit.locks import WatchedLock
 from kit.waits import WAIT, in_threads, outcome
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
@@ -149,18 +150,20 @@ def test_timeline_records_one_request_among_others() -> None:
 
 
 def test_threads_that_first_ask_for_timelines_together_get_each_visit_once() -> None:
-    other = threading.Barrier(2)
+    second_is_there, looks = threading.Event(), itertools.count()
 
     class Shared(list[Any]):
         """Recorders that two threads look at before either adds one, if they can."""
 
         def __contains__(self, recorder: object) -> bool:
             is_there = super().__contains__(recorder)
-            with suppress(threading.BrokenBarrierError):
-                other.wait(0.2)
+            if next(looks):
+                second_is_there.set()
+            assert second_is_there.wait(WAIT), "here, or at the lock"
             return is_there
 
     with pipe({"backend": "Identity"}) as run:
+        run._recording = WatchedLock(second_is_there.set)  # type: ignore[assignment]
         runtime_of(run).recorders = shared = Shared()
         node_of(run).instances[0].record.traces = shared
         in_threads(2, lambda _: run.record_timelines())
