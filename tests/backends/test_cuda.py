@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 
 import pytest
@@ -32,3 +34,13 @@ def test_a_thread_that_leaves_first_enables_no_collections_for_another(monkeypat
     thread.join(WAIT)
     assert enabled == [False]
     assert gc.isenabled()
+
+
+def test_process_that_is_forked_without_collections_may_be_without_them_itself() -> None:
+    with cuda._without_collection:  # as another thread of this process may have it
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            with no_collection():
+                os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -55,6 +56,15 @@ def no_collection() -> Iterator[None]:
         finally:
             if was_enabled:
                 gc.enable()
+
+
+def _after_fork() -> None:
+    """A new lock: in a forked process nobody releases one that another thread held."""
+    global _without_collection
+    _without_collection = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # Process-wide, like the devices and PyTorch's memory. Returned streams are reused, since PyTorch caches memory per
