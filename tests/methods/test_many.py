@@ -53,22 +53,38 @@ def test_images_wait_for_no_place_while_no_model_is_there() -> None:
     assert ended.wait(WAIT)
 
 
-def test_images_that_wait_enter_after_a_call_whose_end_fails() -> None:
-    ended, admission = threading.Event(), FairAdmission(Pipes())  # type: ignore[arg-type]
+FAILING = 1500
+"""Calls whose end fails, more than Python's limit of recursion."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit])
+def test_calls_behind_ones_whose_end_fails_are_answered(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only what ends the process reaches the caller whose thread lets them all enter."""
+    admission, ended = FairAdmission(Pipes(FAILING + 1)), list[str]()  # type: ignore[arg-type]
 
     def gather(done: Callable[[list[Any]], object]) -> None:
         admission.gather([{"data": 1, "node_name": "only"}], None, lambda data, error: type(error), done)
 
     def fail(outcomes: list[Any]) -> None:
-        raise CancelledError
+        ended.append("badly")
+        raise kind
 
     def end(outcomes: list[Any]) -> None:  # while others cannot enter
-        gather(fail)
-        gather(lambda outcomes: ended.set())
+        for _ in range(FAILING):
+            gather(fail)
+        gather(lambda outcomes: ended.append("well"))
 
-    with pytest.raises(CancelledError):
+    raised: type[BaseException] | None = None
+    try:
         gather(end)
-    assert ended.is_set()
+    except BaseException as error:
+        raised = type(error)
+    is_last = kind in (KeyboardInterrupt, SystemExit)
+    assert raised is (kind if is_last else None)
+    assert (ended.count("badly"), ended.count("well")) == (FAILING, 1)
+    assert {*caplog.messages} == (set() if is_last else {"a call of several images ended with an internal error"})
 
 
 @pytest.mark.parametrize(

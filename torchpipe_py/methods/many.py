@@ -11,7 +11,7 @@ from contextvars import copy_context
 from time import perf_counter
 from typing import Any, TypeVar
 
-from torchpipe_py.errors import Overloaded, TorchpipeError, counted
+from torchpipe_py.errors import Overloaded, TorchpipeError, counted, log_failure
 from torchpipe_py.methods.routes import Cancellable
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
@@ -135,17 +135,22 @@ class FairAdmission:
         # NOTE: what enters may be finished before it is in. Its place is taken below, not ever deeper in here.
         if getattr(self._thread, "advances", False):
             return
+        interrupt: BaseException | None = None
         self._thread.advances = True
         try:
             while (next_ := self._next()) is not None:
                 call, index = next_
-                call.enter(index)
-        except BaseException:  # of a call's ``done``: others' images wait
-            self._thread.advances = False
-            self.advance(0)
-            raise
+                try:
+                    call.enter(index)
+                except (KeyboardInterrupt, SystemExit) as error:
+                    interrupt = error  # raised below, since others' images wait
+                except BaseException as error:
+                    # NOTE: often of another call than the one that is on this thread.
+                    log_failure("a call of several images ended with an internal error", error)
         finally:
             self._thread.advances = False
+        if interrupt is not None:
+            raise interrupt
 
     def _next(self) -> tuple[Batch, int] | None:
         with self._lock:
