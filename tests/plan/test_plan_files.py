@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper
 
 from torchpipe_py.certificate import described
 from torchpipe_py.encryption.model_file import outside_files
+from torchpipe_py.plan import files
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.files import file_hash, weights_of
@@ -74,6 +76,14 @@ def test_other_files_have_no_weights_beside_them(tmp_path: Path, content: bytes)
     assert weights_of(str(path)) == weights_of(str(tmp_path)) == weights_of("no\0name.onnx") == ()
     (tmp_path / "m.pt").write_bytes(everywhere().SerializeToString())
     assert weights_of(str(tmp_path / "m.pt")) == ()
+
+
+def test_named_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the supervisor, which looks for weights, would wait for its other end."""
+    path, opened = str(tmp_path / "m.onnx"), list[str]()
+    os.mkfifo(path)
+    monkeypatch.setattr(files, "open", lambda path, mode: opened.append(path) or io.BytesIO(), raising=False)
+    assert (weights_of(path), opened) == ((), [])
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def weights_of(path: str) -> tuple[str, ...]:
 
     Read without the onnx package, as the supervisor has no use for it otherwise.
     """
-    if not ModelFile(path).is_onnx:
+    # NOTE: opening a named pipe would wait for somebody who writes to it.
+    if not ModelFile(path).is_onnx or not os.path.isfile(path):
         return ()
     names = set()
     try:
