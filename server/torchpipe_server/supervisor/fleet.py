@@ -211,12 +211,14 @@ class Fleet:
                 child.kill("dismissed")  # a model was loaded or unloaded while it started
             elif slot.role == "engine process":
                 self._engine_became_ready(slot)
-            elif self._is_of_next_generation(slot) or not self.has_begun:
-                self._serve_if_complete()
             else:
-                logger.info("%s is back (pid %d)", child.name, child.pid)
-                self._have_listen([child])
-                self._connections.became_ready(child)
+                self._send_problems(child, slot.tables)
+                if self._is_of_next_generation(slot) or not self.has_begun:
+                    self._serve_if_complete()
+                else:
+                    logger.info("%s is back (pid %d)", child.name, child.pid)
+                    self._have_listen([child])
+                    self._connections.became_ready(child)
 
     def _have_listen(self, children: list[Child]) -> None:
         """Have them listen at the port of gRPC as well."""
@@ -454,10 +456,17 @@ class Fleet:
 
     def add_problems(self, problems: Mapping[str, str]) -> None:
         """Have workers, also those that start later, report why models are not served, by ``NAME/VERSION``."""
-        self.generation.tables.problems.update(problems)
+        folder = self.generation.tables
+        # NOTE: in a new dict: the thread that forks may be pickling this one.
+        folder.problems = {**folder.problems, **problems}
         for worker in self.generation.workers:
-            if worker.child is not None:
-                worker.child.send("problems", problems=dict(problems))
+            if worker.child is not None and worker.is_ready:
+                self._send_problems(worker.child, folder)
+
+    def _send_problems(self, child: Child, tables: Any) -> None:
+        """Send all to a worker that is ready: it may have been forked before the last ones."""
+        if isinstance(tables, Folder) and tables.problems:
+            child.send("problems", problems=tables.problems)
 
     def _begin_model_change(self, folder: Folder, name: str) -> None:
         children = [worker.child for worker in self.generation.workers if worker.child is not None and worker.is_ready]

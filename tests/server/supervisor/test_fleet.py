@@ -26,6 +26,7 @@ from torchpipe_server.worker import worker
 from torchpipe_server.worker.service import engine_processes, make_plan
 
 from torchpipe_py import Overloaded
+from torchpipe_py.plan.config import Tables
 from torchpipe_py.plan.folder import Folder
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
@@ -184,6 +185,39 @@ def test_workers_are_replaced_once_if_they_may_serve_different_models(fleets: Fl
     fleets.loop.advance(0.01)
     slot.child.ask_change.assert_called_once()
     assert (len(fleets.starts), len(answers)) == (2, 1), "the next change has begun"
+
+
+def test_workers_get_all_problems_of_models_once_they_are_ready(fleets: Fleets) -> None:
+    """A worker that starts takes no messages but links, and may have been forked before a load failed."""
+    folder = Folder(source="models")
+    folder.problems["a/1"] = "not valid TOML"
+    fleet, before = fleets.make(folder, workers=2), folder.problems
+    for slot in fleet.generation.workers:
+        fleets.forked(slot, mock.Mock(tables=folder))
+        slot.child.configure_mock(tables=folder)
+    ready, starting = (slot.child for slot in fleet.generation.workers)
+    starting.is_ready = False
+    fleet.add_problems({"b/1": "no memory"})
+    assert before == {"a/1": "not valid TOML"}, "it may be on its way to a worker that is being forked"
+    problems = {"a/1": "not valid TOML", "b/1": "no memory"}
+    assert folder.problems == problems
+    sent = [mock.call("problems", problems=problems)]
+    assert (ready.send.mock_calls, starting.send.mock_calls) == (sent, [])
+    starting.is_ready = True
+    fleet._receive(starting, Ready(""))
+    assert (ready.send.mock_calls, starting.send.mock_calls) == (sent, sent)
+
+
+def test_engine_processes_get_no_problems_of_models(fleets: Fleets) -> None:
+    folder = Folder({"a/1": Tables(SHARED)}, "models")
+    folder.problems["b/1"] = "not valid TOML"
+    fleet = fleets.make(folder, workers=2)
+    for slot in fleet.generation.slots:
+        fleets.forked(slot, mock.Mock())
+        slot.child.configure_mock(tables=folder)
+        fleet._receive(slot.child, Ready(""))
+    sent = {slot.role: slot.child.send.mock_calls for slot in fleet.generation.slots}
+    assert sent == {"engine process": [], "worker": [mock.call("problems", problems=folder.problems)]}
 
 
 @pytest.mark.parametrize(
