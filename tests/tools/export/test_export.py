@@ -115,22 +115,6 @@ def test_labels_are_refused_as_existing_only_if_they_would_be_replaced(folder: P
     assert main(["export", *command, "--labels", "mine.labels.txt"]) == 0
     assert labels.read_text().split() == list("abcde")
     assert "mine.onnx, mine.toml: there already" in refused(*command, "--postprocessor", "")
-    assert (
-        "leave --labels out"
-        in refused(
-            *command[:3],
-            "--out",
-            "another",
-            "--labels",
-            "mine.labels.txt",
-            "--postprocessor",
-            "",
-            "--resize",
-            "8",
-            "--force",
-        )
-        or True
-    )
 
 
 def test_files_that_are_there_stay_unless_forced(folder: Path, refused: Refused, caplog: Any) -> None:
