@@ -38,6 +38,7 @@ from torchpipe_py.wire.values import (
     plain,
     shaped,
     to_array,
+    to_float,
 )
 
 if TYPE_CHECKING:
@@ -379,7 +380,7 @@ def to_json(key: str, value: Any, most: Bound | None = None) -> dict[str, str]:
     ``most``.
     """
     if is_label_and_score(value):
-        return {"label": to_text("label", str(value[0])), "score": to_text("score", float(value[1]))}
+        return {"label": to_text("label", str(value[0])), "score": to_text("score", to_float("score", value[1]))}
     return {key: _json_of(key, value, most)}
 
 
@@ -423,11 +424,7 @@ def json_line(members: Mapping[str, str]) -> bytes:
 
 def label_line(value: tuple[Any, Any]) -> bytes:
     """A label and its score as a line of JSON."""
-    label = str(value[0])
-    try:
-        score = float(value[1])
-    except OverflowError:
-        raise NoResult("'score' is an integer beyond the numbers of float64") from None
+    label, score = str(value[0]), to_float("score", value[1])
     if not math.isfinite(score):
         return json_line(to_json("result", value))
     return utf8_json(f'{{"label": {encode_json(label)}, "score": {score!r}}}\n')
@@ -438,13 +435,13 @@ def to_text(key: str, value: Any, most: Bound | None = None) -> str:
 
     ``ReplyTooLargeError`` for ``Detections`` of more than ``most``.
     """
-    if type(value) is int or (type(value) is float and math.isfinite(value)):
-        return repr(value)
     if isinstance(value, Detections):
         return detections.to_text(key, value, most)
     try:
+        if type(value) is int or (type(value) is float and math.isfinite(value)):
+            return repr(value)  # ValueError for thousands of digits
         return encode_json(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form in JSON: {error}") from None
 
 

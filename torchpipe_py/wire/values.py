@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
+from torchpipe_py.errors import InvalidRequest, NoResult, counted, first_line, nearest
 from torchpipe_py.results import Detections
 from torchpipe_py.wire.errors import reason
 
@@ -152,9 +152,15 @@ def plain(value: Any) -> Any:
     """Numbers and arrays of NumPy and PyTorch as JSON can represent them."""
     import torch
 
+    made = value
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} in it")
+        try:
+            made = value.tolist()
+        except RuntimeError as error:  # of a Tensor without data, say
+            raise TypeError(first_line(error)) from None
+    if made is value or isinstance(made, np.generic):  # Python has no long double
+        raise TypeError(f"a {type(value).__name__} in it")
+    return made
 
 
 def is_array(value: Any) -> bool:
@@ -208,12 +214,20 @@ def to_array(key: str, value: Any, dtypes: Collection[str] = DTYPES) -> np.ndarr
     if not isinstance(value, np.ndarray):
         import torch
 
-        value = value.detach().cpu()
         if str(value.dtype).removeprefix("torch.") in (*dtypes, "bfloat16"):
-            value = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+            value = numpy_of(key, value.float() if value.dtype is torch.bfloat16 else value)
     if not isinstance(value, np.ndarray) or value.dtype.name not in dtypes:
         raise NoResult(f"{key!r} is an array of {value.dtype}, which has no form on the wire")
     return np.asarray(value)  # of one with a mask the numbers
+
+
+def numpy_of(key: str, tensor: Any) -> np.ndarray:
+    """A Tensor as an array; ``NoResult`` for one that NumPy cannot represent, such as a sparse one."""
+    try:
+        array: np.ndarray = tensor.detach().cpu().resolve_neg().numpy()
+    except (RuntimeError, TypeError) as error:
+        raise NoResult(f"{key!r} is a tensor that has no form on the wire: {first_line(error)}") from None
+    return array
 
 
 def check_finite(key: str, array: np.ndarray, hint: str = "") -> None:
@@ -222,9 +236,17 @@ def check_finite(key: str, array: np.ndarray, hint: str = "") -> None:
         raise NoResult(f"{key!r} contains NaN or infinity, which JSON cannot represent{hint}")
 
 
+def to_float(key: str, value: Any) -> float:
+    """A number as a float; ``NoResult`` for an integer that is too large."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise NoResult(f"{key!r} is an integer beyond the numbers of float64") from None
+
+
 def finite(key: str, value: Any) -> float:
     """A number; ``NoResult`` for NaN and infinity."""
-    number = float(value)
+    number = to_float(key, value)
     if not math.isfinite(number):
         raise NoResult(f"{key!r} is {number}, which JSON cannot represent")
     return number

@@ -6,6 +6,7 @@ import json
 import struct
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -256,6 +257,13 @@ def results(*values: Any, specs: Any = ()) -> dict[str, tuple[str, list[int], An
     return tensors([{"data": b"", "result": value} for value in values], specs=specs)
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def test_labels_and_scores():
     assert results(("ring", 0.5)) == {"label": ("BYTES", [1], ["ring"]), "score": ("FP32", [1], [0.5])}
     assert results(("größe", 0.5), (7, 0.25), specs=LABEL_AND_SCORE) == {
@@ -281,6 +289,8 @@ def test_rankings_are_filled_up():
         ([np.zeros((3, 1), np.uint8)], ("UINT8", [3, 1], [0, 0, 0])),
         ([np.ma.array([1, 2], mask=[False, True])], ("INT64", [2], [1, 2])),
         ([torch.tensor([1.5, -2.0], dtype=torch.bfloat16)], ("BF16", [2], [1.5, -2])),
+        ([np.array([1.5, -2.0], ml_dtypes.bfloat16)], ("BF16", [2], [1.5, -2])),
+        ([torch.tensor([1 + 2j]).conj().imag], ("FP32", [1], [-2])),
         ([torch.tensor([0.5], dtype=torch.float16)], ("FP16", [1], [0.5])),
         ([torch.tensor(True), np.array(False)], ("BOOL", [2], [True, False])),
         (["größe", b"x"], ("BYTES", [2], ["größe", "x"])),
@@ -297,6 +307,20 @@ def test_rankings_are_filled_up():
 def test_converts_results_without_labels(values: list[Any], expected: Any):
     assert results(*values) == {"result": expected}
     assert results(*values, specs=[Y]) == {"y": expected}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        10**5000, ("a", 10**400), [("a", 10**400)], [np.longdouble(1)], np.timedelta64(5, "s"), nested(10_000),
+        torch.eye(2).to_sparse(), torch.empty(2, device="meta"), [torch.empty(2, device="meta"), 1],
+        torch.empty(2, device="meta", dtype=torch.bfloat16),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_value_without_a_form_is_no_result(value: Any):
+    with pytest.raises(NoResult):
+        results(value)
 
 
 def test_several_tensors_have_the_names_of_the_model():

@@ -14,7 +14,7 @@ from torchpipe_py.methods.oip.tensors import BYTES, Output, numbers, texts
 from torchpipe_py.results import Detections
 from torchpipe_py.wire import answers, detections
 from torchpipe_py.wire.json_values import to_text
-from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of
+from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of, to_float
 
 RESULT = "result"
 MOST_FLOAT32 = 3.4e38
@@ -123,7 +123,7 @@ def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
 
 def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[Output]:
     pairs = [pair for ranking in rankings for pair in ranking]
-    scores = [float(score) for _, score in pairs]
+    scores = [to_float("score", score) for _, score in pairs]
     if not all(-MOST_FLOAT32 <= score <= MOST_FLOAT32 for score in scores):
         raise NoResult("'score' contains NaN, infinity or numbers beyond FP32")
     return [
@@ -142,7 +142,7 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
         if _all_are(kinds, values):
             try:
                 return Output(name, datatype, [len(values)], np.array(values, dtype))
-            except OverflowError:
+            except (OverflowError, TypeError):  # beyond 64 bits; a timedelta64, which NumPy counts as an integer
                 break
     return texts(name, [answers.utf8_json(to_text(name, value)) for value in values])
 

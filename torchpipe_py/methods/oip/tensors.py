@@ -14,7 +14,7 @@ from torchpipe_py.errors import InvalidRequest, NoResult, counted
 from torchpipe_py.wire.answers import encode_text
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_base64, from_json, numbers_to_json
-from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
+from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, numpy_of, shaped, to_array
 
 BYTES, BF16 = "BYTES", "BF16"
 NUMBERS = {
@@ -178,12 +178,14 @@ def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
         if datatype is not None:
             return datatype, np.asarray(value)  # of one with a mask the numbers
         if value.dtype.kind in "OSU":
-            return BYTES, value.astype(object)
+            return BYTES, np.asarray(value).astype(object)
     import torch
 
     if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
-        return BF16, value.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+        return BF16, numpy_of(name, value.contiguous().view(torch.int16)).view(np.uint16)
     array = to_array(name, value, OF_DTYPE)
+    if array.dtype.name == "bfloat16":  # of ml_dtypes
+        return BF16, array.view(np.uint16)
     return OF_DTYPE[array.dtype.name], array
 
 
