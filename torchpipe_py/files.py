@@ -125,6 +125,12 @@ def output_problem(path: str | os.PathLike[str], replaces: bool = False) -> str:
     ``replaces``: for ``replace_file``, which writes to the folder, not to an existing file.
     """
     folder = os.path.dirname(path) or "."
+    try:
+        os.lstat(path)
+    except OSError:
+        pass  # it is to be made
+    except ValueError as error:  # a null character, say
+        return str(error)
     if os.path.isdir(path):
         return "is a directory"
     if not os.path.isdir(folder):

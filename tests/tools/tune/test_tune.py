@@ -1103,7 +1103,7 @@ NO_TIMES: dict[str, list[Any]] = {
 NO_PATHS = [None, 5, True, b"p.toml", ["p.toml"], object()]
 WRONG: dict[str, dict[str, list[Any]]] = {
     **{name: {f"{name}: {ABOVE_ZERO}": NO_NUMBERS} for name in ("slo_p99", "rate")},
-    "budget": {f"budget: {ABOVE_ZERO}": [None, *NO_NUMBERS]},
+    "budget": {"budget: expected a number of seconds from 0.001 to 1e+06, got ": [None, *NO_NUMBERS, 5e-324, 2**70]},
     **{
         name: {f"{name}: {ABOVE_ZERO}": NO_NUMBERS, f"{name}: expected a whole number, got ": [1.5, 2.0]}
         for name in ("cores", "gpu_memory")
@@ -1136,7 +1136,8 @@ WRONG_FOR_TUNE = WRONG | {
     "times": NO_TIMES,
 }
 WRONG_FOR_COMPILE = WRONG | {
-    **{name: {f"{name}: expected a path, got ": NO_PATHS} for name in ("config", "img_dir", "out")},
+    **{name: {f"{name}: expected a path, got ": NO_PATHS} for name in ("config", "img_dir")},
+    "out": {"out: expected a path, got ": NO_PATHS, "cannot be written: ": ["a\0b", "\ud800"]},
     "tolerance": {
         "tolerance: expected limits, as 'top1=0.999, score=0.01', got ": [None, 5, 0.01, {"top1": 0.99}, b"top1=0.9"],
         "tolerance: ": ["", "top9=0.9", "top1", "top1=1", "top1=x", "top1=0.9, top1=0.9", "mean=-1"],

@@ -40,6 +40,7 @@ MOST_OVERDRAFT = 2.0
 
 MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
+_BUDGETS = 1e-3, 1e6  # seconds that every wait accepts
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,12 @@ class Wanted:
 
     def usable_cores(self) -> list[int]:
         """The cores to use. Raises ``ToolError``, which names the argument, for wrong values."""
-        for name in ("slo_p99", "rate", "cores", "gpu_memory", "budget"):
+        least, most = _BUDGETS
+        is_right = _is_number(self.budget) and least <= self.budget <= most
+        require("budget", self.budget, is_right, f"a number of seconds from {least:g} to {most:g}")
+        for name in ("slo_p99", "rate", "cores", "gpu_memory"):
             value = getattr(self, name)
-            if value is not None or name == "budget":
+            if value is not None:
                 require(name, value, _is_number(value) and value > 0, "a number above 0")
             if value is not None and name in ("cores", "gpu_memory"):
                 require(name, value, isinstance(value, int), "a whole number")
