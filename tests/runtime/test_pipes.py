@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from threading import Event
 from typing import Any
 
 import pytest
 from conftest import Register
 from kit.backends import Echo, Gate
+from kit.waits import WAIT
 
 from torchpipe_py import DeadlineExceeded, Overloaded, UnknownNode, pipe
 from torchpipe_py.runtime.pipes import Pipes
+from torchpipe_py.runtime.runtime import Runtime
 
 Data = dict[str, Any]
 SOON = 0.01
@@ -100,3 +103,29 @@ def test_call_at_a_pipe_that_was_just_replaced_goes_to_the_new_one(pipes: Pipes,
     request.happens = replace
     with pipe({"a": {"backend": register(Echo)}}) as new:
         assert asyncio.run(pipes.acall(request))["result"] == 1
+
+
+def test_a_request_that_is_done_when_an_interrupt_comes_counts_once(
+    pipes: Pipes, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, done = Runtime.start_requests, Event()
+
+    def interrupted(self: Runtime, requests: Any) -> None:
+        start(self, requests)
+        assert done.wait(WAIT)
+        raise KeyboardInterrupt
+
+    gate.open()
+    with monkeypatch.context() as patched:
+        patched.setattr(Runtime, "start_requests", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipes.dispatch({"data": 1, "node_name": "a"}, lambda data, error: done.set())
+
+    async def check() -> None:
+        gate.opened.clear()
+        waiting = await started(pipes, "a", "b")
+        assert await is_refused(pipes)
+        gate.open()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(check())

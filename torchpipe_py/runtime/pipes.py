@@ -85,6 +85,10 @@ class _Members:
                     raise ModelUnavailable(f"model {name[:80]!r} {reason}")
 
 
+def _nothing() -> None:
+    """Where nothing is counted."""
+
+
 class Pipes:
     """Several pipes behind the interface of one: each request goes to the pipe of the root that it names.
 
@@ -171,37 +175,38 @@ class Pipes:
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         members = self._members
         run = members.find(data.get(TASK_NODE_NAME_KEY))
-        if self._most:
-            on_done = self._counted(on_done, bool(data.get(TASK_PRIORITY_KEY)))
+        leave = self._enter(bool(data.get(TASK_PRIORITY_KEY))) if self._most else _nothing
+
+        def done(data: Data, error: BaseException | None) -> None:
+            leave()
+            on_done(data, error)
+
         try:
             try:
-                return run.dispatch(data, on_done, timeout)
+                return run.dispatch(data, done, timeout)
             except PipeClosed:
                 if members is self._members:
                     raise
-                return self._members.find(data.get(TASK_NODE_NAME_KEY)).dispatch(data, on_done, timeout)
+                return self._members.find(data.get(TASK_NODE_NAME_KEY)).dispatch(data, done, timeout)
         except BaseException:
-            if self._most:
-                self._leave()
+            leave()
             raise
 
-    def _counted(self, on_done: Done, is_low: bool) -> Done:
+    def _enter(self, is_low: bool) -> Callable[[], object]:
+        """Count a request; the result ends that. ``Overloaded`` if it is one too many."""
         with self._lock:
             if self._inflight >= (max(1, self._most // 2) if is_low else self._most):
                 would = "with priority 1 would pass half of" if is_low else "would pass"
                 text = f"{counted(self._inflight, 'request')} in flight, 1 more {would} max_inflight = {self._most}"
                 raise Overloaded(text, 1000)
             self._inflight += 1
+        entered = [1]
 
-        def done(data: Data, error: BaseException | None) -> None:
-            self._leave()
-            on_done(data, error)
+        def leave() -> None:
+            with self._lock:  # NOTE: a second time if an interrupt comes once the request is done
+                self._inflight -= entered.pop() if entered else 0
 
-        return done
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._inflight -= 1
+        return leave
 
     async def acall(self, data: Data, timeout: float | None = None) -> Data:
         """See ``pipe.acall``, for one request."""
