@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 from torchpipe_py.serving import call_from_any_thread
 
 logger = logging.getLogger("torchpipe_server")
 
 Loop = asyncio.AbstractEventLoop
+Item = TypeVar("Item")
 
 
 def new_loop(is_fast: bool = True) -> Loop:
@@ -39,16 +40,33 @@ def _log(loop: Loop, context: dict[str, Any]) -> None:
         logger.error("internal error: %s", context.get("message"), exc_info=error)
 
 
+def take_each(items: Iterable[Item], take: Callable[[Item], object], failed: Callable[[Item], object]) -> None:
+    """Call ``take`` for each item, and ``failed`` in an ``except`` clause for one that it raises for.
+
+    ``KeyboardInterrupt`` and ``SystemExit``, which end the loop's run, are raised after the last item.
+    """
+    interrupt: BaseException | None = None
+    for item in items:
+        try:
+            take(item)
+        except BaseException as error:  # also CancelledError
+            failed(item)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 class Inbox:
     """A queue from any thread to the loop's thread.
 
     The loop is woken once for everything that is put before it runs; beyond ``most`` the oldest items are lost. An item
-    that ``take`` raises for is logged, and the others are taken: in the loop's next run after ``KeyboardInterrupt`` or
-    ``SystemExit``, which end this one.
+    that ``take`` raises for is logged, and the others are taken: see ``take_each``.
     """
 
     def __init__(self, loop: Loop, take: Callable[..., object], most: int | None = None) -> None:
-        self._loop, self._take = loop, take
+        self._loop = loop
+        self._take: Callable[[tuple[Any, ...]], object] = lambda item: take(*item)
         self._items: deque[tuple[Any, ...]] = deque(maxlen=most)
         self._is_awake = False
         self._loop_thread = 0  # once known
@@ -57,26 +75,17 @@ class Inbox:
         """Have the loop call ``take(*item)`` in its next round."""
         self._items.append(item)
         if not self._is_awake:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._is_awake = True
-        if get_ident() == self._loop_thread:
-            self._loop.call_soon(self._take_all)
-        else:
-            call_from_any_thread(self._loop, self._take_all)
+            self._is_awake = True
+            if get_ident() == self._loop_thread:
+                self._loop.call_soon(self._take_all)
+            else:
+                call_from_any_thread(self._loop, self._take_all)
 
     def _take_all(self) -> None:
         self._is_awake, self._loop_thread = False, get_ident()
-        for _ in range(len(self._items)):  # NOTE: what is put meanwhile is taken in the next round
-            item = self._items.popleft()
-            try:
-                self._take(*item)
-            except (KeyboardInterrupt, SystemExit):
-                self._wake()
-                raise
-            except BaseException:  # also CancelledError
-                logger.exception("internal error while a queued item was handled")
+        # NOTE: what is put meanwhile is taken in the next round.
+        items = (self._items.popleft() for _ in range(len(self._items)))
+        take_each(items, self._take, lambda item: logger.exception("internal error while a queued item was handled"))
 
 
 def every(loop: Loop, seconds: float, function: Callable[[], object]) -> Callable[[], None]:

@@ -24,7 +24,7 @@ from torchpipe_py.serving import (
 from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Entry
-from torchpipe_server.front.loop import Inbox, Loop, every
+from torchpipe_server.front.loop import Inbox, Loop, every, take_each
 from torchpipe_server.front.pacing import RefusalPacing
 from torchpipe_server.front.services import Services
 from torchpipe_server.options import Options
@@ -162,11 +162,7 @@ class Server:
 
     def _advance(self) -> None:
         scheduled, self.scheduled = self.scheduled, {}
-        for connection in scheduled:
-            try:
-                connection.advance()
-            except BaseException:  # others' requests are here
-                connection.fail()
+        take_each(scheduled, lambda connection: connection.advance(), lambda connection: connection.fail())
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -225,13 +221,13 @@ class Server:
 
     def _tick(self) -> None:
         now = monotonic()
-        for connection in list(self._connections):
-            try:
-                connection.check_time(now)
-                if self.is_ending:
-                    connection.leave()
-            except BaseException:
-                connection.fail()
+
+        def check(connection: Connection) -> None:
+            connection.check_time(now)
+            if self.is_ending:
+                connection.leave()
+
+        take_each(list(self._connections), check, lambda connection: connection.fail())
 
     def bound_memory(self) -> None:
         """If all connections together hold too much, free the memory of those that hold most.
