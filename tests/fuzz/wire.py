@@ -69,6 +69,9 @@ class EchoPipe(FakePipe):
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "admitted": 0, "nodes": {"node": _NODE}}
 
+    def check_loaded(self, name: str) -> None:
+        """All models are loaded."""
+
     def signature(self, node_name: str | None) -> Signature:
         return Signature()
 

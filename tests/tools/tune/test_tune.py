@@ -915,7 +915,7 @@ def test_imports_custom_backends_from_python(folder: Path) -> None:
         tune({"backend": "S[DecodeMat,TunePython]"}, [b"no image"], imports=["python.py"])
 
 
-@pytest.mark.parametrize("given", [{"rate": math.nan}, {"slo_p99": math.inf}, {"budget": 0}, {"cores": -1}])
+@pytest.mark.parametrize("given", [{"rate": math.nan}, {"slo_p99": math.inf}, {"cores": -1}])
 def test_refuses_numbers_that_are_not_above_zero(given: Any) -> None:
     with pytest.raises(ToolError, match=f"{next(iter(given))}: expected a number above 0, got "):
         tune({"backend": "DecodeMat"}, [b"an image"], **given)
