@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: a path may not be valid UTF-8
     arguments = sys.argv[1:] if argv is None else argv
-    if leave_deleted_folder():
-        print("torchpipe: the working directory was deleted: relative paths are now of /", file=sys.stderr)
+    if text := leave_deleted_folder():
+        print(f"torchpipe: {text}", file=sys.stderr)
     if arguments[:1] == ["serve"]:  # it parses its own options, and is a process that has imported little
         os.execv(sys.executable, [sys.executable, "-m", "torchpipe_server", *arguments[1:]])
     load.set_defaults(run=lambda _: _tool("tools.load.run", "main")(arguments[1:]))

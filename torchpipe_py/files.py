@@ -44,14 +44,17 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     return content
 
 
-def leave_deleted_folder() -> bool:
-    """Go to ``/`` if the working directory was deleted: there is no absolute path in one. Returns whether it was."""
+def leave_deleted_folder() -> str:
+    """Go to ``/`` if the working directory was deleted: there is no absolute path in one.
+
+    Returns a sentence for the user; empty if the directory is there.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
         os.chdir("/")
-        return True
-    return False
+        return "the working directory was deleted: relative paths are now of /"
+    return ""
 
 
 class FileContent:

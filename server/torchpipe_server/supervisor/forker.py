@@ -64,8 +64,8 @@ def _socket_folder() -> str:
 
 def look_at_working_directory() -> None:
     """Leave a working directory that was deleted, in which no process can be started and no file be read."""
-    if leave_deleted_folder():
-        logger.warning("the working directory was deleted: relative paths are now of /")
+    if text := leave_deleted_folder():
+        logger.warning("%s", text)
 
 
 class Forked(NamedTuple):

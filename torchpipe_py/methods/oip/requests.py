@@ -18,7 +18,6 @@ from torchpipe_py.wire.json_values import from_json
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
-_RESULT = "result"
 MOST_ITEM_VALUES = 2**12
 """Limit of one request's items of all inputs, and elements of ``BYTES``. Each costs the same, however small."""
 

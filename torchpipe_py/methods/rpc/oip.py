@@ -54,10 +54,7 @@ _CONTENTS = {
 _WIDEST = {"i": np.dtype("int64"), "u": np.dtype("uint64")}
 """The type with room for every integer of a field, by kind."""
 
-_ModelInferRequest, _ModelInferResponse = (
-    message("inference.ModelInferRequest"),
-    message("inference.ModelInferResponse"),
-)
+_ModelInferResponse = message("inference.ModelInferResponse")
 _StreamResponse = message("inference.ModelStreamInferResponse")
 _HealthResponse = message("grpc.health.v1.HealthCheckResponse")
 _ReflectionResponse = message("grpc.reflection.v1.ServerReflectionResponse")

@@ -31,7 +31,7 @@ class Place:
         return f"{path}:{self.line}: {self.code}" if self.code else f"{path}:{self.line}"
 
 
-def listed(places: Iterable[Place]) -> str:
+def listed_places(places: Iterable[Place]) -> str:
     """The first of the places, each once."""
     different = list(dict.fromkeys(places))
     more = f" and {len(different) - MOST_SHOWN} more" if len(different) > MOST_SHOWN else ""

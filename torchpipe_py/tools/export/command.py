@@ -19,7 +19,7 @@ from torchpipe_py.backends.model.postprocess import SoftmaxArgMax, SoftmaxCpu, S
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import parse_toml
-from torchpipe_py.tools.export.branches import ASSERT, Place, listed, places_that_read_values, unresolved_branch
+from torchpipe_py.tools.export.branches import ASSERT, Place, listed_places, places_that_read_values, unresolved_branch
 from torchpipe_py.tools.export.config import (
     COMMENTS,
     Files,
@@ -119,7 +119,7 @@ def run_export(args: argparse.Namespace) -> int:
     if checked.places and not notes:
         notes = _unresolved(source.model, size)
     if notes:
-        print(f"  NOTE: the ONNX file does for all pictures what forward did for the trial at {listed(notes)}")
+        print(f"  NOTE: the ONNX file does for all pictures what forward did for the trial at {listed_places(notes)}")
     if checked.largest < NEARLY_ZERO:
         print("  NOTE: all outputs are nearly 0, so this means little: are these the weights of a trained model?")
     print(f"{files.toml}: {pixels}")
@@ -137,7 +137,7 @@ def _refuse_branches(model: Any, size: tuple[int, int, int]) -> list[Place]:
         return []
     if branches := [place for place in places if not place.code.startswith(ASSERT)]:
         why = "forward reads values of the picture in Python, which the ONNX file would fix at those of the trial"
-        raise ToolError(f"{why}: {listed(branches)}; torch.where(condition, a, b) decides for each picture")
+        raise ToolError(f"{why}: {listed_places(branches)}; torch.where(condition, a, b) decides for each picture")
     return places
 
 

@@ -20,7 +20,7 @@ from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import describe
 from torchpipe_py.tools.compare_models.figures import largest_difference
-from torchpipe_py.tools.export.branches import Place, listed
+from torchpipe_py.tools.export.branches import Place, listed_places
 from torchpipe_py.tools.export.outputs import shown, tensors_of
 from torchpipe_py.tools.report import ToolError
 
@@ -179,7 +179,7 @@ def export_checked(
     places = save_onnx(model, path, size, opset, axes)
     causes = ": an operator may compute otherwise in ONNX"
     if places:
-        causes += f", or forward may have read values that the exporter fixed, at {listed(places)}"
+        causes += f", or forward may have read values that the exporter fixed, at {listed_places(places)}"
     names = [f"a batch of {batch} random pictures" for batch in batches] + [f"a {name} picture" for name in PLAIN]
     inputs = dict(zip(names, noise(size, batches), strict=True))
     try:
