@@ -47,7 +47,6 @@ LOOK_SECONDS, FASTEST_BYTES = 0.02, 4 * 2**30  # shortest time between two looks
 HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
 PENDING_CALLS = 4  # for each that is admitted, until they are taken and admitted or refused
 MOST_COMPRESSED_BYTES = 2**15  # of an answer: grpc compresses it on the loop's thread, in up to 2 ms
-QUEUED_ALONE = HEALTH | {"ModelInfer", "ModelStreamInfer"}
 HEALTH_CALLS = 64  # that are admitted beyond the limit
 
 
@@ -198,12 +197,12 @@ class RpcServer:
             return
         server = grpc.aio.server(options=settings(self.options))
         server.add_generic_rpc_handlers((self,))
-        # NOTE: grpc passes on the calls of a registered method from a queue of their own, all others from one, some
-        # rounds of the loop apart. So health checks do not wait for inference, nor the reverse. Before grpcio 1.84 this
-        # does nothing.
+        # NOTE: grpc passes on the calls of a registered method from a queue of its own, all others from one, some rounds
+        # of the loop apart. So health checks do not wait for inference, nor the reverse. Each further registered method
+        # would slow all calls down. Before grpcio 1.84 this does nothing.
         for path, handler in self._handlers.items():
             service, _, name = path[1:].rpartition("/")
-            if name in QUEUED_ALONE:
+            if name == "ModelInfer":
                 server.add_registered_method_handlers(service, {name: handler})
         host, port = self.options.host, self.options.grpc_port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
