@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ def classified(classes: int, *values: Any, name: str = "y", labels: tuple[str, .
     items = [kept({"result": value}, request) for value in values]
     ((output, _),) = outputs_of(items, request, [TensorSpec("y", (None, 3), "float32", labels)])
     assert (output.name, output.datatype) == (name, "BYTES")
-    return list(output.shape), json.loads(output.to_json(Bound(2**20, "--max-reply-bytes")))
+    return list(output.shape), json.loads(msgspec.json.encode(output.to_json(Bound(2**20, "--max-reply-bytes"))))
 
 
 @pytest.mark.parametrize(

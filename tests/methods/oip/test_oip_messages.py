@@ -7,6 +7,7 @@ import struct
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -250,7 +251,10 @@ def tensors(items: list[dict[str, Any]], *names: str, specs: Any = ()) -> dict[s
     """Each output's datatype, shape and elements as JSON has them."""
     request = asking(*names)
     found = outputs_of([kept(item, request) for item in items], request, specs)
-    return {each.name: (each.datatype, list(each.shape), json.loads(each.to_json(MANY))) for each, _ in found}
+    return {
+        each.name: (each.datatype, list(each.shape), json.loads(msgspec.json.encode(each.to_json(MANY))))
+        for each, _ in found
+    }
 
 
 def results(*values: Any, specs: Any = ()) -> dict[str, tuple[str, list[int], Any]]:

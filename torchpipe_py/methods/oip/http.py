@@ -26,8 +26,6 @@ from torchpipe_py.methods.oip.requests import (
 )
 from torchpipe_py.methods.oip.results import SMALLER
 from torchpipe_py.methods.oip.tensors import Output
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.answers import encode_text
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import milliseconds, priority_of
@@ -200,31 +198,31 @@ def answer(
 
     Another thread encodes long JSON, and then raises what it is refused for.
     """
+    size = 0 if any(is_binary for _, is_binary in outputs) else sum([output.size(False) for output, _ in outputs])
+    if size <= SMALL_BYTES:
+        return encoded_answer(model, version, request, outputs, reply)
     make = partial(encoded_answer, model, version, request, outputs, reply)
-    if any(is_binary for _, is_binary in outputs) or sum(output.size(False) for output, _ in outputs) <= SMALL_BYTES:
-        return make()
-    size = sum(output.size(True) for output, _ in outputs)
-    return HttpAnswer(200, _JSON, b"", make=lambda: make().body, size=size)
+    return HttpAnswer(200, _JSON, b"", make=lambda: make().body, size=sum(output.size(True) for output, _ in outputs))
 
 
 def encoded_answer(
     model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
 ) -> HttpAnswer:
     """``answer`` with its body, encoded on this thread."""
-    head = f'{{"model_name": {encode_text(model)}, "model_version": {encode_text(version)}'
-    if request.id is not None:
-        head += f', "id": {encode_text(request.id)}'
-    described: list[str] = []
+    described: list[dict[str, Any]] = []
     binary: list[bytes] = []
     for output, is_binary in outputs:
-        shape = ", ".join(map(str, output.shape))
-        form = f'{{"name": {encode_text(output.name)}, "datatype": "{output.datatype}", "shape": [{shape}]'
+        form: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
         if is_binary:
             binary.append(output.to_binary())
-            described.append(f'{form}, "parameters": {{"binary_data_size": {len(binary[-1])}}}}}')
+            form["parameters"] = {"binary_data_size": len(binary[-1])}
         else:
-            described.append(f'{form}, "data": {output.to_json(reply, SMALLER)}}}')
-    text = answers.utf8_json(f'{head}, "outputs": [{", ".join(described)}]}}')
+            form["data"] = output.to_json(reply, SMALLER)
+        described.append(form)
+    whole: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
+    if request.id is not None:
+        whole["id"] = request.id
+    text = msgspec.json.encode(whole)
     size = len(text) + sum(map(len, binary))
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply, SMALLER if len(described) > len(binary) else "")

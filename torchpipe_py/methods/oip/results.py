@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ def kept(data: Mapping[str, Any], request: InferRequest, specs: Sequence[TensorS
 
     ``specs`` declare the pipe's result; their names come before the keys of the dict.
     """
+    if not request.outputs:
+        return {RESULT: output_of(data, RESULT)}
     own = [spec.name for spec in specs]
     names = [output.name for output in request.outputs]
     values = {name: data[name] for name in names if name in data and name not in own}
-    if len(values) < len(names) or not values:
+    if len(values) < len(names):
         values[RESULT] = output_of(data, RESULT)
     return values
 
@@ -39,16 +41,12 @@ def outputs_of(
 ) -> list[tuple[Output, bool]]:
     """The tensors of the answer, and whether each is binary. ``specs`` declare the pipe's result."""
     names = [spec.name for spec in specs]
-    wanted = [output.name for output in request.outputs]
+    if not request.outputs:
+        made = _made([item[RESULT] for item in items], names, detections.FIELDS)
+        return [(output, request.is_binary) for output in made.values()]
     values = [item[RESULT] for item in items] if all(RESULT in item for item in items) else []
     are_detections = _all_are(Detections, values)
-    if are_detections:
-        tensors = detections.tensors_of(RESULT, values, wanted or detections.FIELDS)
-        made = {name: _joined(name, [tensor]) for name, tensor in tensors.items()}
-    else:
-        made = {output.name: output for output in _of_results(values, names)} if values else {}
-    if not request.outputs:
-        return [(output, request.is_binary) for output in made.values()]
+    made = _made(values, names, [output.name for output in request.outputs]) if values else {}
     outputs = []
     for name, is_binary, classes in request.outputs:
         output = made.get(name)
@@ -62,6 +60,13 @@ def outputs_of(
             output = _best_classes(output, len(items), classes, labels, is_labelled)
         outputs.append((output, is_binary))
     return outputs
+
+
+def _made(values: Sequence[Any], names: Sequence[str], fields: Collection[str]) -> dict[str, Output]:
+    """The tensors of all items' results by name; of detections those among ``fields``."""
+    if not _all_are(Detections, values):
+        return {output.name: output for output in _of_results(values, names)}
+    return {name: _joined(name, [tensor]) for name, tensor in detections.tensors_of(RESULT, values, fields).items()}
 
 
 def _best_classes(output: Output, items: int, most: int, labels: Sequence[str], is_labelled: bool) -> Output:

@@ -8,12 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted
-from torchpipe_py.wire.answers import encode_text
 from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_base64, from_json, numbers_to_json
+from torchpipe_py.wire.json_values import (
+    NUMBER_BYTES,
+    NUMBERS_PIECE,
+    array_from,
+    from_base64,
+    from_json,
+    numbers_to_json,
+)
 from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, numpy_of, shaped, to_array
 
 BYTES, BF16 = "BYTES", "BF16"
@@ -158,17 +165,23 @@ class Output(NamedTuple):
         assert isinstance(self.data, np.ndarray)
         return (self.data.astype(np.uint32) << 16).view(np.float32) if self.datatype == BF16 else self.data
 
-    def to_json(self, most: Bound, hint: str = "") -> str:
-        """Its elements, flat. Raises ``NoResult`` for values that JSON cannot represent, or beyond ``most``."""
+    def to_json(self, most: Bound, hint: str = "") -> list[Any] | msgspec.Raw:
+        """Its elements, flat, for msgspec to encode; of many numbers their JSON.
+
+        Raises ``NoResult`` for values that JSON cannot represent, ``ReplyTooLargeError`` for more than ``most``.
+        """
         array = self.data
         if isinstance(array, list):
             try:
-                return f"[{', '.join([encode_text(element.decode()) for element in array])}]"
+                return [element.decode() for element in array]
             except UnicodeDecodeError:
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         array = self.numbers()
         check_finite(self.name, array, "; ask for it with binary_data")
-        return numbers_to_json(array, most, hint)
+        if array.size <= NUMBERS_PIECE:
+            elements: list[Any] = array.ravel().tolist()
+            return elements
+        return msgspec.Raw(numbers_to_json(array, most, hint))
 
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
