@@ -13,6 +13,7 @@ from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, repor
 encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 """JSON of values that it has; ``ValueError`` for NaN and infinity, ``TypeError`` for other types."""
 
+
 def fast_encoder(slow: Callable[[Any], str]) -> Callable[[Any], bytes]:
     """msgspec's, where it is installed, which is ten times as fast; else ``slow``, as UTF-8.
 

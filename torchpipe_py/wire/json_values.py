@@ -32,6 +32,7 @@ from torchpipe_py.wire.values import (
     check_finite,
     check_form,
     check_names,
+    dtype_name,
     is_array,
     is_label_and_score,
     is_texts,
@@ -410,7 +411,7 @@ def _json_of_array(key: str, value: Any, most: Bound | None) -> str:
     else:
         value = to_array(key, value)
         check_finite(key, value)
-        data, dtype = numbers_to_json(value, most).decode(), value.dtype.name
+        data, dtype = numbers_to_json(value, most).decode(), dtype_name(value.dtype)
     return f'{{"dtype": "{dtype}", "shape": {list(value.shape)}, "data": {data}}}'
 
 

@@ -7,6 +7,7 @@ import string
 import struct
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,14 @@ DTYPES_IN = DTYPES | {BFLOAT16, STRING}
 """Data types of arrays in requests; ``string`` is that of texts, UTF-8."""
 
 _FLOAT32_BYTES = 4
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The type's ``name``, which NumPy makes anew each time it is read."""
+    return str(dtype.name)
+
+
 LENGTH = struct.Struct("<I")  # before each text of an array
 NAME_CHARACTERS = 1024  # limit of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
@@ -216,7 +225,7 @@ def to_array(key: str, value: Any, dtypes: Collection[str] = DTYPES) -> np.ndarr
 
         if str(value.dtype).removeprefix("torch.") in (*dtypes, "bfloat16"):
             value = numpy_of(key, value.float() if value.dtype is torch.bfloat16 else value)
-    if not isinstance(value, np.ndarray) or value.dtype.name not in dtypes:
+    if not isinstance(value, np.ndarray) or dtype_name(value.dtype) not in dtypes:
         raise NoResult(f"{key!r} is an array of {value.dtype}, which has no form on the wire")
     return np.asarray(value)  # of one with a mask the numbers
 

@@ -21,7 +21,7 @@ from torchpipe_py.wire.json_values import (
     from_json,
     numbers_to_json,
 )
-from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, numpy_of, shaped, to_array
+from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, dtype_name, numpy_of, shaped, to_array
 
 BYTES, BF16 = "BYTES", "BF16"
 NUMBERS = {
@@ -33,7 +33,6 @@ NUMBERS = {
 """NumPy's names of the types that NumPy has."""
 DATATYPES = (*NUMBERS, BF16, BYTES)
 OF_DTYPE = {name: datatype for datatype, name in NUMBERS.items()} | {"bfloat16": BF16, "bytes": BYTES}
-_OF_NATIVE = {np.dtype(name): datatype for datatype, name in NUMBERS.items()}
 
 _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
@@ -187,19 +186,17 @@ class Output(NamedTuple):
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
     """A Tensor or an array as its datatype and its elements; ``NoResult`` for a type that the protocol lacks."""
     if isinstance(value, np.ndarray):
-        datatype = _OF_NATIVE.get(value.dtype)  # NOTE: NumPy makes the name of a type anew each time
-        if datatype is not None:
-            return datatype, np.asarray(value)  # of one with a mask the numbers
         if value.dtype.kind in "OSU":
             return BYTES, np.asarray(value).astype(object)
+        array = to_array(name, value, OF_DTYPE)
+        datatype = OF_DTYPE[dtype_name(array.dtype)]
+        return datatype, array.view(np.uint16) if datatype == BF16 else array  # of ml_dtypes
     import torch
 
-    if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+    if value.dtype == torch.bfloat16:
         return BF16, numpy_of(name, value.contiguous().view(torch.int16)).view(np.uint16)
     array = to_array(name, value, OF_DTYPE)
-    if array.dtype.name == "bfloat16":  # of ml_dtypes
-        return BF16, array.view(np.uint16)
-    return OF_DTYPE[array.dtype.name], array
+    return OF_DTYPE[dtype_name(array.dtype)], array
 
 
 def texts(name: str, elements: Iterable[bytes], shape: Sequence[int] | None = None) -> Output:
