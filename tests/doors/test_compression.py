@@ -379,7 +379,7 @@ def test_refuses_wrong_compressed_messages(name: str) -> None:
         assert dict(raised.value.trailing_metadata())["error-code"] == code
         assert (raised.value.code().name, said in raised.value.details()) == ("INVALID_ARGUMENT", True)
         assert infer_on(on, rpc_request(b"next"), compression=grpc.Compression.Gzip)
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
 
 
 @needs_grpc
@@ -418,7 +418,7 @@ def test_others_are_answered_while_a_long_message_is_inflated(monkeypatch: pytes
         assert infer_on(on, rpc_request(b"small"))
         may_go_on.set()
         assert len(long.result()) > 500_000
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
 
 
 @needs_grpc
@@ -429,10 +429,10 @@ def test_inflated_message_of_a_client_that_left_is_not_run(monkeypatch: pytest.M
         )
         assert begun.acquire(timeout=WAIT)
         long.cancel()
-        eventually(lambda: server.rpc.calls == 0)
+        eventually(lambda: len(server.rpc.limits.calls) == 0)
         may_go_on.set()
         assert infer_on(on, rpc_request(b"next"))
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
         assert server.by_method["gRPC ModelInfer"] == {"ok": 1}
 
 
@@ -452,8 +452,8 @@ def test_no_further_piece_is_inflated_of_a_message_whose_client_left(
         left = infer_later(on, rpc_request(PIECES), path)
         assert begun.acquire(timeout=WAIT)
         left.cancel()
-        eventually(lambda: server.rpc.calls == 0)
-        assert server.rpc.held_bytes == 0
+        eventually(lambda: len(server.rpc.limits.calls) == 0)
+        assert server.rpc.limits.held_bytes == 0
         may_go_on.set()
         assert infer_on(on, rpc_request(LARGE), compression=grpc.Compression.Gzip)
         assert begun.acquire(timeout=WAIT), "of the second"
@@ -465,13 +465,13 @@ def test_messages_are_inflated_one_at_a_time_and_counted_while_they_wait(monkeyp
     with inflating_held_back() as (begun, may_go_on), rpc_server() as (server, on):
         first = infer_later(on, rpc_request(PIECES))
         assert begun.acquire(timeout=WAIT)
-        size = server.rpc.held_bytes
+        size = server.rpc.limits.held_bytes
         others = [infer_later(on, rpc_request(PIECES)) for _ in range(3)]
-        eventually(lambda: server.rpc.held_bytes >= 4 * size)
+        eventually(lambda: server.rpc.limits.held_bytes >= 4 * size)
         assert not begun.acquire(blocking=False)
         may_go_on.set()
         assert all(len(each.result()) > len(PIECES) for each in (first, *others))
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
 
 
 @needs_grpc
@@ -485,7 +485,7 @@ def test_a_message_is_inflated_no_further_than_there_is_room(monkeypatch: pytest
             infer_later(on, rpc_request(PIECES)).result()
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert sum(iter(lambda: begun.acquire(blocking=False), False)) < len(PIECES) // 2**20
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
 
 
 @needs_grpc

@@ -74,7 +74,7 @@ def test_mutants_to_a_real_grpc_port_harm_nobody() -> None:
                     list(ask(iter([maker.mutant(maker.message(), maker.message())]), timeout=WAIT))
         live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
         assert live(b"", timeout=WAIT) == b"\x08\x01"
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
     assert server.error is None
 
 

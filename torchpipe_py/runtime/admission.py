@@ -3,7 +3,7 @@
 It is one of the places where load refuses a request. A request meets them in this order:
 
 - ``supervisor/connection_limits.py`` of the service: more connections than are served.
-- ``Server.bound_memory``, ``Connection._hold``, ``RpcServer.check_room`` (``HeldBytes`` on Ray): more bytes of messages
+- ``Server.bound_memory``, ``Connection._hold``, ``RpcLimits.check_room`` (``HeldBytes`` on Ray): more bytes of messages
   and answers than may be held, at any time from the first byte on.
 - ``LongMessages.check``: a long message would wait too long for the thread that reads it.
 - ``Door.check``, here, by way of ``Deadlines.admit``: it would wait too long, or miss its deadline.

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
+from torchpipe_py import InvalidRequest, Overloaded
 from torchpipe_py.serving import (
     SMALL_BYTES,
     Bound,
@@ -31,23 +31,15 @@ from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.pacing import RefusalPacing
 from torchpipe_server.front.peers import Peer, Peers
+from torchpipe_server.front.rpc_limits import TICK_SECONDS, RpcLimits, grpc_settings
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.options import Options
-from torchpipe_server.wire.http import MAX_HEAD_BYTES
 
 logger = logging.getLogger("torchpipe_server")
 
 STREAM_REQUESTS = 16  # the most of one stream in work or with unread answers
-TICK_SECONDS = 0.5
 WATCHED_BYTES = 4096  # the largest message of a watch, which is kept and parsed at each tick
-PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which may have vanished
-CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
-SILENT_SECONDS = 0.1  # a call without a message may be replaced by a newcomer after these
-LOOK_SECONDS, FASTEST_BYTES = 0.02, 4 * 2**30  # shortest time between two looks; what may arrive in a second
-HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
-PENDING_CALLS = 4  # for each that is admitted, until they are taken and admitted or refused
 MOST_COMPRESSED_BYTES = 2**15  # of an answer: grpc compresses it on the loop's thread, in up to 2 ms
-HEALTH_CALLS = 64  # that are admitted beyond the limit
 
 
 class Recipient:
@@ -115,7 +107,7 @@ class RpcCall:
 
     def _hold_inflated(self, size: int) -> None:
         self.hold(size - self.call.size)
-        self.server.check_room()
+        self.server.limits.check_room()
 
     def start(self, data: bytes, context: Any) -> None:
         """Start the method that the message calls; an error is the answer."""
@@ -125,7 +117,7 @@ class RpcCall:
                 if len(data) > WATCHED_BYTES:
                     raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {WATCHED_BYTES}")
                 self.watched = data
-            server.check_room()
+            server.limits.check_room()
             message = parse_message(method.args, data, server.options.max_items, server.text)
             fields, deadline_ms = _metadata_of(context, self.arrived)
             request = RpcRequest(message, fields, deadline_ms, server.is_ending, self.arrived)
@@ -139,20 +131,13 @@ class RpcCall:
     def hold(self, size: int) -> None:
         """Count ``size`` more bytes that it keeps in memory; negative when they are freed."""
         self.call.size += size
-        self.server.held_bytes += size
+        self.server.limits.hold(size)
 
     def release(self) -> None:
         """Release what it holds: its answer was sent, or its client has left, and the request is cancelled."""
         self.hold(-self.call.size)
         self.call.cancel()
         self.future.cancel()
-
-
-class Reading:
-    """A call that waits for a message in ``task``, since ``since``; the oldest stand first in ``RpcServer.reading``."""
-
-    def __init__(self, task: asyncio.Task[Any], since: float) -> None:
-        self.task, self.since = task, since
 
 
 class RpcServer:
@@ -168,15 +153,10 @@ class RpcServer:
     ) -> None:  # fmt: skip
         self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
         self.inflating, self.message = inflating, Bound(options.max_message_bytes, "--max-message-bytes")
-        self.peers = Peers(options.grpc_port, options.max_calls_per_connection)
-        self.reading: dict[RpcCall, Reading] = {}  # calls that wait for a message, the longest waiting first
-        self._unread_bytes = 0  # that grpc holds, at the last look
-        self._is_looking = False  # before the next tick
+        self.limits = RpcLimits(loop, options, counters, Peers(options.grpc_port, options.max_calls_per_connection))
         self.reply, self.text = reply_bound(options.max_reply_bytes), Bound(options.max_text_bytes, "--max-text-bytes")
-        self.held_bytes = 0
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None
-        self._calls: set[RpcCall] = set()
         self.answer = Inbox(loop, Recipient.settle).put
         self.draining: asyncio.Future[None] = loop.create_future()
         self._listening: asyncio.Task[None] | None = None
@@ -189,13 +169,13 @@ class RpcServer:
         """Start to accept connections, beside the other workers; then call ``done``, or ``failed`` with the reason."""
         if self._listening is None and self._ending is None:
             logging.getLogger("grpc._cython.cygrpc").addFilter(keep_log_record)
-            self._stop_ticks = every(self.loop, TICK_SECONDS, self._tick)
+            self._stop_ticks = every(self.loop, TICK_SECONDS, lambda: self.limits.enforce(self.is_ending))
             self._listening = self.loop.create_task(self._listen(done, failed))
 
     async def _listen(self, done: Callable[[], object], failed: Callable[[str], object]) -> None:
         if self.is_ending:
             return
-        server = grpc.aio.server(options=settings(self.options))
+        server = grpc.aio.server(options=grpc_settings(self.options))
         server.add_generic_rpc_handlers((self,))
         # NOTE: grpc passes on the calls of a registered method from a queue of its own, all others from one, some rounds
         # of the loop apart. So health checks do not wait for inference, nor the reverse. Each further registered method
@@ -241,104 +221,19 @@ class RpcServer:
         return self.draining.done()
 
     @property
-    def calls(self) -> int:
-        """The number of calls."""
-        return len(self._calls)
-
-    @property
     def is_finished(self) -> bool:
         """Whether the drain is complete or its time is over."""
         return self._server is None or (self._ending is not None and self._ending.done())
 
     def close(self) -> bool:
         """End all calls, once the loop no longer runs; returns whether there were none."""
-        busy = len(self._calls)
+        busy = len(self.limits.calls)
         self._stop_ticks()
         if busy:
             logger.warning("%s still busy after drain_seconds", counted(busy, "gRPC call"))
         if self._server is not None:
             self.loop.run_until_complete(self._server.stop(None))
         return not busy
-
-    def _tick(self) -> None:
-        """End calls whose messages do not arrive; when room is scarce, also those whose answers are not read."""
-        options, now = self.options, monotonic()
-        late = now - options.message_seconds
-        self._look(now)
-        slow: set[Peer | None] = {peer for peer in self.peers.partial() if 0 < peer.partial_since < late}
-        for call, reading in list(self.reading.items()):
-            # NOTE: a stream may wait for a message that has not begun; grpc does not show which of a client's calls
-            # has the part that arrived.
-            if reading.since < late and (not call.rpc.is_stream or call.peer in slow):
-                slow.discard(call.peer)
-                self.refuse(call, DeadlineExceeded(f"no whole message within {options.message_seconds:g} s"))
-        stalled: set[Peer | None] = set()
-        # NOTE: grpc cannot end one such call: whatever it sends to the client waits for the same connection.
-        if 2 * len(self._calls) >= options.max_connections or 2 * self.held_bytes > options.max_held_bytes:
-            stalled = {call.peer for call in self._calls if 0 < call.answered_at < late}
-        if self.is_ending:  # a watch whose client does not read would delay it
-            recent = now - TICK_SECONDS
-            watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered_at < recent}
-            stalled |= {call.peer for call in watches} - {call.peer for call in self._calls - watches}
-        self.peers.disconnect([peer for peer in stalled if peer is not None], "took no answers")
-
-    def _look(self, now: float) -> None:
-        """See what the clients' connections hold, and make room where that is too much."""
-        calls = [call.peer for call in self._calls if call.peer is not None]
-        idle = self.peers.look(calls, self.options.max_message_bytes, now)
-        most = self.options.max_connections
-        if self.peers.connections > most:
-            replaced = idle[: self.peers.connections - most + most // 8]
-            self.peers.disconnect(replaced, "called nothing and made room for others")
-            for _ in replaced:
-                self.counters.add("gRPC connection", Overloaded.code, 0.0, "")
-        self._bound_memory()
-
-    def _bound_memory(self) -> None:
-        """If messages that were not read yet hold too much, refuse them, beginning with the clients that hold most."""
-        limit, partial = self.options.max_held_bytes, self.peers.partial()
-        self._unread_bytes = sum(peer.held_bytes for peer in partial)
-        excess = self.held_bytes + self._unread_bytes - limit
-        for peer in partial:
-            if excess <= 0:
-                return
-            calls = [call for call in self.reading if call.peer is peer]
-            if not calls:
-                excess -= peer.held_bytes
-                self.peers.disconnect([peer], "sent more than there is room for (--max-held-bytes)")
-                self.counters.add("gRPC connection", Overloaded.code, 0.0, "")
-                continue
-            each = -(-peer.held_bytes // len(calls))
-            # NOTE: those that have waited longest, since grpc does not show which of them has how much.
-            for call in calls:
-                if excess > 0:
-                    excess -= each
-                    text = f"more than {limit} bytes of unanswered messages (--max-held-bytes)"
-                    self.refuse(call, Overloaded(text, retry_after_ms=1000))
-
-    def _watch_memory(self) -> None:
-        """Look again before messages that were not read yet can hold too much."""
-        room = self.options.max_held_bytes - self.held_bytes - self._unread_bytes
-        if not self._is_looking and len(self._calls) * self.options.max_message_bytes > room:
-            self._is_looking = True
-            self.loop.call_later(min(max(LOOK_SECONDS, room / FASTEST_BYTES), TICK_SECONDS), self._look_again)
-
-    def _look_again(self) -> None:
-        self._is_looking = False
-        if self._server is not None:
-            self._look(monotonic())
-            self._watch_memory()
-
-    def check_room(self) -> None:
-        """Raise ``Overloaded`` if the messages of all calls together take more memory than they may."""
-        if self.held_bytes > self.options.max_held_bytes:
-            text = f"more than {self.options.max_held_bytes} bytes of unanswered messages (--max-held-bytes)"
-            raise Overloaded(text, 1000)
-
-    def refuse(self, call: RpcCall, error: BaseException) -> None:
-        """Refuse the message that the call waits for; it may still be answered for earlier ones."""
-        call.refusal = error
-        self.reading.pop(call).task.cancel()
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -354,23 +249,14 @@ class RpcServer:
 
     def _enter(self, call: RpcCall, context: Any) -> bool:
         """Admit the call if there is room, which it takes until its answer is sent; returns whether there was."""
-        most = self.options.max_connections
-        is_full = len(self._calls) >= most and not self._replace_silent()
-        if is_full and call.rpc.path.rpartition("/")[2] in HEALTH:
-            is_full = len(self._calls) >= most + HEALTH_CALLS
-        if call.rpc.is_watch:
-            # NOTE: a watch lasts as long as its client likes; half of the room is kept for other calls.
-            is_full |= 2 * sum(other.rpc.is_watch for other in self._calls) >= most
-        if is_full:
-            text = f"more than {counted(most, 'call')} at a time, or half of them watches (--max-connections)"
-            call.call.done(Overloaded(text, retry_after_ms=1000))
+        try:
+            self.limits.enter(call, context.peer())
+        except Overloaded as error:
+            call.call.done(error)
             return False
-        self._calls.add(call)
-        call.peer = self.peers.of(context.peer())
 
         def leave(_: Any) -> None:
-            self._calls.discard(call)
-            self.reading.pop(call, None)
+            self.limits.leave(call)
             call.release()
 
         # NOTE: a callback of the context would make a reference cycle, which keeps it until garbage collection.
@@ -378,29 +264,13 @@ class RpcServer:
         task.add_done_callback(leave)
         return True
 
-    def _replace_silent(self) -> bool:
-        """Give the room of the call that has waited longest for its message to a newcomer, if there is one."""
-        call, reading = next(iter(self.reading.items()), (None, None))
-        if call is None or reading is None or monotonic() < reading.since + SILENT_SECONDS:
-            return False
-        self._calls.discard(call)
-        most = counted(self.options.max_connections, "call")
-        text = f"sent no message while there were {most} (--max-connections): replaced by a newcomer"
-        self.refuse(call, Overloaded(text, retry_after_ms=1000))
-        return True
-
-    def begin_reading(self, call: RpcCall, task: asyncio.Task[Any]) -> None:
-        """Record that the task waits for the call's next message; ``reading`` forgets it when it is read or refused."""
-        self.reading[call] = Reading(task, monotonic())
-        self._watch_memory()
-
     async def _serve_one(self, call: RpcCall, context: Any) -> bytes:
         if self._enter(call, context):
             task: Any = asyncio.current_task()
-            self.begin_reading(call, task)
+            self.limits.begin_reading(call, task.cancel)
             try:
                 data = await context.read()
-                self.reading.pop(call, None)
+                self.limits.end_reading(call)
                 await call.receive(data, context)
                 del data  # NOTE: grpc keeps this frame with an error until garbage collection
             except asyncio.CancelledError:
@@ -412,12 +282,12 @@ class RpcServer:
 
     async def _reply(self, call: RpcCall, answer: WireAnswer, context: Any) -> bytes:
         self.count(call, answer)
-        if answer.outcome == Overloaded.code and answer.code is not None and call in self._calls:
+        if answer.outcome == Overloaded.code and answer.code is not None and call in self.limits.calls:
             await self._pace(call, context)
         call.answered_at = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has read it
         if answer.code is not None:
             await _abort(context, answer)
-        if call in self._calls:
+        if call in self.limits.calls:
             call.hold(len(answer.data))
         if answer.headers:
             context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
@@ -513,10 +383,10 @@ class _RequestStream:
         while not self._writing.done():
             await self._room.acquire()
             self._reading = reading = server.loop.create_task(self._context.read())
-            server.begin_reading(self._place, reading)
+            server.limits.begin_reading(self._place, reading.cancel)
             waiting = {reading, self._writing, server.draining}
             await asyncio.wait(waiting, timeout=idle_seconds or None, return_when=asyncio.FIRST_COMPLETED)
-            server.reading.pop(self._place, None)
+            server.limits.end_reading(self._place)
             if not reading.done():
                 return "is ending: open the stream again" if server.is_ending else f"was idle for {idle_seconds:g} s"
             refusal = self._place.refusal
@@ -577,35 +447,3 @@ def _metadata_of(context: Any, arrived: float) -> tuple[dict[str, str], float | 
     seconds = context.time_remaining()
     fields = joined_fields(context.invocation_metadata())
     return fields, None if seconds is None else max(1000 * (seconds + perf_counter() - arrived), 0.001)
-
-
-def settings(options: Options) -> list[tuple[str, int]]:
-    """The limits as options of grpc.
-
-    NOTE: grpc does not bound what it inflates, so it passes compressed messages as they are. It does not say which are,
-    so only gzip is allowed, whose first bytes no message has.
-    """
-    most, forever = options.max_connections, 2**31 - 1
-    return [
-        ("grpc.so_reuseport", 1),
-        ("grpc.max_receive_message_length", options.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # answers are bounded before
-        # NOTE: grpc has one queue for all that happens, so that a client waits for all calls that others have in work.
-        ("grpc.max_concurrent_streams", max(1, min(options.max_calls_per_connection, most // 2))),
-        # NOTE: it would count calls that were answered and not yet freed, and reset others of the same client.
-        ("grpc.http.overload_protection", 0),
-        # NOTE: beyond as many that Python has not taken yet, grpc resets calls at random, without a word.
-        ("grpc.server.max_pending_requests", PENDING_CALLS * most),
-        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS * most),
-        ("grpc.max_allowed_incoming_connections", 2 * most),  # silent ones are closed at the next tick
-        ("grpc.max_metadata_size", MAX_HEAD_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_HEAD_BYTES),
-        ("grpc.compression_enabled_algorithms_bitset", 0b101),  # none and gzip
-        ("grpc.per_message_decompression", 0),
-        ("grpc.server_handshake_timeout_ms", min(forever, round(1000 * options.message_seconds))),
-        ("grpc.max_connection_idle_ms", min(forever, round(1000 * options.idle_seconds)) or forever),
-        ("grpc.keepalive_time_ms", PROBE_EVERY_MS),
-        ("grpc.keepalive_timeout_ms", PROBE_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PROBE_MS),
-    ]

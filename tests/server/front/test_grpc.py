@@ -183,7 +183,7 @@ def test_health_watch_reports_each_change(monkeypatch: pytest.MonkeyPatch) -> No
         long = code_of(lambda: next(watch(b"\n\x88\x27" + b"x" * 5000, timeout=WAIT)))
         assert long == ("INVALID_ARGUMENT", "5003 bytes to watch; the limit is 4096")
         told.cancel()
-        eventually(lambda: server.rpc.calls == 1, "a watch whose client is gone takes room")
+        eventually(lambda: len(server.rpc.limits.calls) == 1, "a watch whose client is gone takes room")
         told = watch(b"", timeout=WAIT)
         assert next(told) == SERVING
         server.call(server.rpc.drain)
@@ -291,7 +291,7 @@ def test_stream_keeps_no_bytes_of_answers_that_were_read() -> None:
         for _ in range(2):
             asked.put(large)
             assert len(next(answers)) > 2**20
-            eventually(lambda: server.rpc.held_bytes == 0)
+            eventually(lambda: server.rpc.limits.held_bytes == 0)
         asked.put(b"")
         assert not list(answers)
 
@@ -369,7 +369,7 @@ def test_disconnects_client_that_reads_nothing_if_room_is_scarce(name: str, capl
             sock.sendall(without_room(f"{SERVICE}/{name}", data, 1, 3))
             read_all(sock)
         assert "1 client took no answers: disconnected" in caplog.text
-        eventually(lambda: not server.rpc.held_bytes)
+        eventually(lambda: not server.rpc.limits.held_bytes)
         with channel(server.grpc_port) as on:
             assert infer(on, GOOD)
 
@@ -381,8 +381,8 @@ def test_client_that_leaves_before_its_answer_is_not_logged(
     with serving("Identity", grpc_port=0) as server:
         with connect(server.grpc_port) as sock:
             sock.sendall(without_room(path, data, 1))
-            eventually(lambda: any(call.answered_at for call in list(server.rpc._calls)), "no answer")
-        eventually(lambda: not server.rpc.calls, "the call of a client that is gone takes room")
+            eventually(lambda: any(call.answered_at for call in list(server.rpc.limits.calls)), "no answer")
+        eventually(lambda: not server.rpc.limits.calls, "the call of a client that is gone takes room")
     assert caplog.text == ""
 
 
@@ -390,7 +390,7 @@ def test_stalled_watch_does_not_delay_the_end() -> None:
     with serving("Identity", grpc_port=0, drain_seconds=2 * WAIT) as server:
         with connect(server.grpc_port) as sock:
             sock.sendall(without_room(WATCH, b"", 1))
-            eventually(lambda: any(call.answered_at for call in list(server.rpc._calls)), "no answer")
+            eventually(lambda: any(call.answered_at for call in list(server.rpc.limits.calls)), "no answer")
             server.call(server.rpc.drain)
             read_all(sock)
         eventually(lambda: server.rpc.is_finished, "the service does not end")
@@ -420,7 +420,7 @@ def test_call_leaves_no_reference_cycle() -> None:
             assert code_of(lambda: on.unary_unary(f"{SERVICE}/ModelInfer")(refused, timeout=WAIT))[0] == "NOT_FOUND"
             for _ in range(20):
                 infer(on, GOOD)
-            eventually(lambda: not server.rpc.calls)
+            eventually(lambda: not server.rpc.limits.calls)
             kept = gc.get_objects()
             for name in ("_ServicerContext", "RpcCall", "Recipient"):
                 assert sum(type(each).__name__ == name for each in kept) < 20, name
@@ -437,7 +437,7 @@ def test_failed_stream_leaves_no_reference_cycle() -> None:
         Steered.opened.set()
         assert next(answers)
         assert code_of(lambda: next(answers))[0] == "INVALID_ARGUMENT"
-        eventually(lambda: (server.run.stats()["inflight"], server.rpc.held_bytes) == (0, 0))
+        eventually(lambda: (server.run.stats()["inflight"], server.rpc.limits.held_bytes) == (0, 0))
 
 
 def test_fails_to_start_if_grpc_port_is_taken(tmp_path: Path) -> None:

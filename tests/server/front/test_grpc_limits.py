@@ -21,6 +21,7 @@ from kit.contract import Asked, as_rpc
 from kit.services import LocalServer, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
+from torchpipe_server.front import rpc_limits
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.front.peers import Peers
@@ -90,12 +91,12 @@ def test_ends_stream_whose_message_does_not_arrive(first: bytes) -> None:
 
 @pytest.mark.parametrize("path", [INFER, STREAM])
 def test_newcomers_replace_silent_calls(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(rpc_limits, "SILENT_SECONDS", 0.0)
     with serving("Identity", grpc_port=0, max_connections=4) as server, ExitStack() as stack:
         for _ in range(2):
             sock = stack.enter_context(connect(server.grpc_port))
             sock.sendall(http2.opening() + http2.head(path, 1) + http2.head(path, 3))
-        eventually(lambda: server.rpc.calls == 4)
+        eventually(lambda: len(server.rpc.limits.calls) == 4)
         with channel(server.grpc_port) as on:
             for _ in range(3):
                 assert call(on)
@@ -221,7 +222,7 @@ def test_a_connection_has_few_requests_in_work_and_loses_none(path: str) -> None
             assert all(each.result(WAIT) for each in answers)
         else:
             assert [len(list(each)) for each in streams] == [3, 3]
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
 
 
 def test_answers_that_are_not_read_hold_no_other_stream_back() -> None:
@@ -240,10 +241,10 @@ def test_left_streams_leave_their_room() -> None:
         left = on.stream_stream(STREAM)(iter([blocked] * 8), timeout=WAIT)
         eventually(lambda: server.run.stats()["inflight"] == 2)
         left.cancel()
-        eventually(lambda: server.rpc.calls == 0)
+        eventually(lambda: len(server.rpc.limits.calls) == 0)
         Steered.opened.set()
         assert len(list(on.stream_stream(STREAM)(iter([GOOD] * 3), timeout=WAIT))) == 3
-        eventually(lambda: server.rpc.held_bytes == 0)
+        eventually(lambda: server.rpc.limits.held_bytes == 0)
 
 
 class AtOnce(Executor):
@@ -333,14 +334,15 @@ def test_a_call_that_is_cancelled_at_any_moment_holds_no_bytes(name: str, monkey
         task = loop.create_task(serve(None, context))
         for _ in range(moment):
             turn_once()
-            most_held = max(most_held, server.held_bytes)
+            most_held = max(most_held, server.limits.held_bytes)
         has_ended = task.done()
         task.cancel()
         with suppress(asyncio.CancelledError, grpc.aio.AbortError):
             loop.run_until_complete(task)
         for _ in range(5):
             turn_once()
-        assert (server.held_bytes, server.calls, server.reading) == (0, 0, {}), f"after {moment} rounds"
+        limits = server.limits
+        assert (limits.held_bytes, limits.calls, limits.reading) == (0, set(), {}), f"after {moment} rounds"
         written = max(written, context.written)
     assert most_held >= len(data)
     assert written > 2 if name == "watch" else has_ended, "there are later moments"
