@@ -17,7 +17,7 @@ Who ends a process, when, and how. A stop of the service is described in ``super
   system kills it when the fork server ends (``die_with_parent``).
 
 Afterwards ``Fleet._ended`` has ``Connections.died`` answer its requests and move its connections. ``Fleet._replace``
-starts a successor, at once or after a pause, or gives up.
+starts a successor, at once or after a pause, or gives up; ``fleet.successor`` says which.
 """
 
 from __future__ import annotations

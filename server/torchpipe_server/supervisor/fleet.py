@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchpipe_py import ConfigError, Overloaded, TorchpipeError
 from torchpipe_py.serving import UNLOADED, Folder, describe, describe_ending, name_of
@@ -163,8 +164,8 @@ class Fleet:
         if self._is_of_next_generation(slot):
             self._give_up_reload(f"{slot.name} cannot be started")
         elif self._wants(slot):
+            self._count_restart(slot, "failed_start")
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
-                self._count_restart(slot, "failed_start")
                 self._loop.call_later(EXHAUSTED_DELAY, self._forker.fork, slot)  # not the worker's fault
             else:
                 self._failed_start(slot)
@@ -308,35 +309,30 @@ class Fleet:
         logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, words)
 
     def _replace(self, slot: WorkerSlot, child: Child) -> None:
-        assert child.reason is not None
-        reason: str = child.reason
-        # NOTE: engine processes are linked to workers before any request, so until then that proves nothing.
-        is_settled = child.ready_at and self._clock() - child.ready_at >= SETTLED_SECONDS
+        """Start the successor of a process that ended, unless its reload or the service ends for that."""
         if child.ready_at:
             slot.failures = 0
         if self._is_of_next_generation(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
-        elif child.tables is not slot.tables and reason == "dismissed":
-            self._forker.fork(slot)
-        elif child.failure and child.ready_at and self.has_begun:
-            logger.error("%s ended: %s", slot.name, child.failure)
-            self._count_restart(slot, "failed_start")
-            self._pause(slot)
-        elif is_settled or (child.has_served and self.has_begun):
-            # NOTE: it can start and serve, so restart at once: requests that kill workers must not delay others.
-            self._count_restart(slot, reason)
+            return
+        if child.failure and not self.has_begun:
+            self._on_failure(child.failure)  # another attempt would fail in the same way
+            return
+        # NOTE: engine processes are linked to workers before any request, so until then that proves nothing.
+        is_settled = child.ready_at and self._clock() - child.ready_at >= SETTLED_SECONDS
+        has_worked = bool(is_settled) or (child.has_served and self.has_begun)
+        starts, counted, text = successor(child, child.tables is not slot.tables, has_worked)
+        if text:
+            logger.error("%s %s", slot.name, text)
+        if counted:
+            self._count_restart(slot, counted)
+        if starts is Starts.AT_ONCE:
             slot.pauses = 0
             self._forker.fork(slot)
-        elif child.failure and not self.has_begun:
-            self._on_failure(child.failure)  # another attempt would fail in the same way
-        elif child.ready_at:
-            # NOTE: it did start, so this is not a failed attempt; several of those end the service.
-            logger.error("%s ended as soon as it was ready", slot.name)
-            self._count_restart(slot, reason)
+        elif starts is Starts.AFTER_PAUSE:
             self._pause(slot)
         else:
-            logger.error("%s ended while it started: %s", slot.name, child.failure or "killed, or crashed")
-            self._failed_start(slot, "failed_start" if reason == "died" else reason)
+            self._failed_start(slot)
 
     def _count_restart(self, slot: WorkerSlot, reason: str) -> None:
         slot.restarts += 1
@@ -347,9 +343,8 @@ class Fleet:
         slot.pauses += 1
         self._loop.call_later(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)), self._forker.fork, slot)
 
-    def _failed_start(self, slot: WorkerSlot, reason: str = "failed_start") -> None:
+    def _failed_start(self, slot: WorkerSlot) -> None:
         """Start it again, unless too many attempts in a row have failed."""
-        self._count_restart(slot, reason)
         slot.failures += 1
         if slot.failures < START_ATTEMPTS:
             self._pause(slot)
@@ -531,3 +526,37 @@ class Fleet:
         children = [slot.child for slot in slots if slot.child is not None and slot not in self.generation.engines]
         self._leaving.update(children)
         return children
+
+
+class Starts(Enum):
+    """When the successor of a process starts."""
+
+    AT_ONCE = auto()
+    AFTER_PAUSE = auto()  # a longer one each time
+    AS_ATTEMPT = auto()  # the same, until several in a row have failed
+
+
+class Successor(NamedTuple):
+    """How a process that ended is replaced."""
+
+    starts: Starts
+    counted: str = ""  # the reason under which it counts as a restart, if it does
+    log: str = ""  # after the name of the slot
+
+
+def successor(child: Child, is_outdated: bool, has_worked: bool) -> Successor:
+    """How ``child`` is replaced, which ended by itself or by its ``reason``.
+
+    ``is_outdated``: its slot has another configuration by now. ``has_worked``: it can start and serve.
+    """
+    assert child.reason is not None
+    if is_outdated and child.reason == "dismissed":
+        return Successor(Starts.AT_ONCE)
+    if child.failure and child.ready_at:  # it cannot listen
+        return Successor(Starts.AFTER_PAUSE, "failed_start", f"ended: {child.failure}")
+    if has_worked:  # requests that kill workers must not delay others
+        return Successor(Starts.AT_ONCE, child.reason)
+    if child.ready_at:  # it did start, so this is not a failed attempt; several of those end the service
+        return Successor(Starts.AFTER_PAUSE, child.reason, "ended as soon as it was ready")
+    counted = "failed_start" if child.reason == "died" else child.reason
+    return Successor(Starts.AS_ATTEMPT, counted, f"ended while it started: {child.failure or 'killed, or crashed'}")

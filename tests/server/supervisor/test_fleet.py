@@ -18,7 +18,16 @@ from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
 from torchpipe_server.supervisor import fleet as module
-from torchpipe_server.supervisor.fleet import FIRST_DELAY, LONGEST_DELAY, SETTLED_SECONDS, START_ATTEMPTS, Fleet
+from torchpipe_server.supervisor.fleet import (
+    FIRST_DELAY,
+    LONGEST_DELAY,
+    SETTLED_SECONDS,
+    START_ATTEMPTS,
+    Fleet,
+    Starts,
+    Successor,
+    successor,
+)
 from torchpipe_server.supervisor.forker import Forker
 from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
 from torchpipe_server.supervisor.messages import Committed, Prepared, Ready
@@ -230,6 +239,45 @@ def test_restart_of_a_process_that_never_was_ready_counts_by_its_reason(
     fleet.has_begun = True
     fleets.die(fleet.generation.workers[0], reason=reason)
     assert fleet.restarts == {counted: 1}
+
+
+KILLED, NOT_READY, IN_USE = "killed, or crashed", "not ready after 5 s", "port in use"
+SUCCESSORS = [
+    # What ended, how, and whether it has worked: what follows.
+    ({"ready_at": 1.0}, "died", True, Successor(Starts.AT_ONCE, "died")),
+    ({"ready_at": 1.0}, "hung_batch", True, Successor(Starts.AT_ONCE, "hung_batch")),
+    ({"ready_at": 1.0}, "died", False, Successor(Starts.AFTER_PAUSE, "died", "ended as soon as it was ready")),
+    ({}, "died", False, Successor(Starts.AS_ATTEMPT, "failed_start", f"ended while it started: {KILLED}")),
+    ({}, "misbehaved", False, Successor(Starts.AS_ATTEMPT, "misbehaved", f"ended while it started: {KILLED}")),
+    (
+        {"failure": NOT_READY}, "slow_start", False,
+        Successor(Starts.AS_ATTEMPT, "slow_start", f"ended while it started: {NOT_READY}"),
+    ),
+    (
+        {"ready_at": 1.0, "failure": IN_USE}, "died", True,
+        Successor(Starts.AFTER_PAUSE, "failed_start", f"ended: {IN_USE}"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "reason", "has_worked", "expected"), SUCCESSORS)
+def test_how_a_process_that_ended_is_replaced(
+    state: dict[str, Any], reason: str, has_worked: bool, expected: Successor
+) -> None:
+    child: Any = mock.Mock(**{"ready_at": 0.0, "failure": "", "reason": reason, **state})
+    assert successor(child, False, has_worked) == expected
+
+
+def test_process_with_an_outdated_configuration_is_replaced_and_not_counted() -> None:
+    child: Any = mock.Mock(ready_at=1.0, failure="", reason="dismissed")
+    assert successor(child, True, False) == Successor(Starts.AT_ONCE)
+
+
+def test_service_ends_if_a_process_reports_why_it_cannot_start(fleets: Fleets) -> None:
+    """Also one that was ready for long, since the others were not."""
+    fleet = fleets.make(workers=2)
+    fleets.die(fleet.generation.workers[0], failure=IN_USE, ready_at=fleets.loop.time - SETTLED_SECONDS)
+    assert (fleets.failed, fleets.starts) == ([IN_USE], [])
 
 
 def test_service_ends_if_an_engine_process_cannot_be_started(fleets: Fleets) -> None:
