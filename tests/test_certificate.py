@@ -16,7 +16,7 @@ from conftest import Register
 from kit.certified import certify
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
-from torchpipe_server.supervisor.generation import Generation
+from torchpipe_server.supervisor.generation import Configuration, Generation
 from torchpipe_server.worker.service import make_plan
 
 from torchpipe_py import Backend, ConfigError, Param, certificate, parse_toml, pipe
@@ -188,7 +188,7 @@ def test_decoder_that_runs_in_another_process_is_the_same_choice(folder: Path) -
 
 
 def test_reload_reads_no_model_in_the_supervisor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would stand still: models are large."""
+    """Models are large, and the processes that load them compare them."""
     hashed, right = list[str](), certificate.file_hash
     monkeypatch.setattr(certificate, "file_hash", lambda path: hashed.append(str(path)) or right(path))
     options = parse_options(["c.toml", "--require-certificate", "c.certificate.json"])
@@ -244,9 +244,13 @@ def test_reload_keeps_engine_processes_only_with_the_same_certificate(folder: Pa
         file.write("shared = true\n")
     certify(folder / "c.toml")
     options = parse_options(["c.toml", "--require-certificate", "c.certificate.json", "--workers", "2"])
-    before = Generation(cli._read_file(options), options)
+
+    def read() -> Configuration:
+        return Configuration.of(cli._read_file(options), {}, options)
+
+    before = Generation(read(), options)
     for engine in before.engines:
         engine.child = Mock(is_ready=True)
-    assert Generation(cli._read_file(options), options, before).engines is before.engines
+    assert Generation(read(), options, before).engines is before.engines
     certify(folder / "c.toml", choices={"n": ["A: B"]})
-    assert Generation(cli._read_file(options), options, before).engines is not before.engines
+    assert Generation(read(), options, before).engines is not before.engines

@@ -111,7 +111,7 @@ def _serve(options: Options) -> int:
 def _read_file(options: Options) -> Any:
     """The tables of a TOML file. ``ConfigError`` if it is wrong, or not what ``--require-certificate`` certifies.
 
-    NOTE: a reload calls it on the supervisor's loop. Workers check the files that the tables name.
+    NOTE: a reload calls it in the supervisor, on a thread. Workers check the files that the tables name.
     """
     from torchpipe_py import parse_toml
     from torchpipe_py.serving import read_certified

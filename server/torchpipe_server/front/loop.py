@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -86,6 +88,26 @@ class Inbox:
         # NOTE: what is put meanwhile is taken in the next round.
         items = (self._items.popleft() for _ in range(len(self._items)))
         take_each(items, self._take, lambda item: logger.exception("internal error while a queued item was handled"))
+
+
+def call_aside(loop: Loop, name: str, work: Callable[[], Item], done: Callable[[Item | Exception], object]) -> None:
+    """Call ``work`` on a thread of this name, then ``done`` on the loop with what it returned or raised.
+
+    For what may wait, such as reading files: their storage may not answer for long.
+    """
+
+    def run() -> None:
+        outcome: Item | Exception
+        try:
+            outcome = work()
+        except Exception as error:
+            outcome = error
+        call_from_any_thread(loop, done, outcome)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:  # the system has no thread left
+        loop.call_soon(done, OSError(errno.EAGAIN, str(error)))
 
 
 def every(loop: Loop, seconds: float, function: Callable[[], object]) -> Callable[[], None]:

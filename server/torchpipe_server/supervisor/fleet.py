@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 
 from torchpipe_py import ConfigError, Overloaded, TorchpipeError
 from torchpipe_py.serving import UNLOADED, Folder, describe, describe_ending, name_of
-from torchpipe_server.front.loop import Loop, every
+from torchpipe_server.front.loop import Loop, call_aside, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import messages
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked, Forker, look_at_working_directory
-from torchpipe_server.supervisor.generation import RETRY_MS, START_ATTEMPTS, Change, Changes, Generation, WorkerSlot
+from torchpipe_server.supervisor.generation import (
+    RETRY_MS,
+    START_ATTEMPTS,
+    Change,
+    Changes,
+    Configuration,
+    Generation,
+    WorkerSlot,
+)
 from torchpipe_server.supervisor.model_change import ModelChange
 from torchpipe_server.supervisor.monitoring import figures
 from torchpipe_server.worker.worker import HUNG
@@ -34,7 +42,7 @@ EXIT_STATUS_SECONDS = 0.2  # the same while the service ends
 
 
 class Fleet:
-    """``options.workers`` workers. ``tables`` is the configuration; ``load`` reads it again or raises ``ConfigError``.
+    """``options.workers`` workers. ``load`` reads the configuration again, on a thread, or raises ``ConfigError``.
 
     Each slot of a generation is filled by one process after another. A reload builds the next generation beside the
     serving one and swaps them once all its workers are ready. Processes of neither are leaving. ``on_failure(problem)``
@@ -46,13 +54,14 @@ class Fleet:
         loop: Loop,
         options: Options,
         connections: Connections,
-        tables: Any,
-        load: Callable[[], Any],
+        configuration: Configuration,
+        load: Callable[[], Configuration],
         on_failure: Callable[[str], object],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.generation = Generation(tables, options)
+        self.generation = Generation(configuration, options)
         self._next_generation: Generation | None = None  # during a reload
+        self._reading: object = None  # the change whose files are being read
         self.ended_stats = figures.NOTHING  # statistics of workers that have ended
         self.restarts: Counter[str] = Counter()  # by ``Reason``, or "failed_start"
         self.has_begun = False  # every worker was ready or given up
@@ -119,6 +128,7 @@ class Fleet:
         self._is_ending = True
         if self._model_change is not None:
             self._model_change.cancel("the service is stopping")
+        self._reading = None
         self._changes.stop("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
@@ -371,30 +381,37 @@ class Fleet:
             return
         if self._model_change is not None:
             self._model_change.cancel("interrupted by a reload")
-        if self._next_generation is not None:
+        if self._next_generation is not None or self._reading is not None:
             logger.info("another SIGHUP: the reload starts over")
+            self._reading = None
             self._dismiss_successors()
             self._reload_ended("interrupted by a reload")
         self._begin_reload(Change(self._load, lambda problem: None, ""))  # it is logged
 
     def change(self, load: Callable[[], Any], done: Callable[[str], object], model: str = "") -> None:
-        """Serve what ``load`` returns, after a reload in progress; then call ``done`` with "" or why that failed.
+        """Serve the tables that ``load`` returns, after a reload in progress; then call ``done`` with "" or why not.
 
-        If it is a folder in which only ``model`` differs, the workers stay and change that.
-        Raises ``Overloaded`` if it cannot be queued now.
+        ``load`` is called on a thread. If they are a folder in which only ``model`` differs, the workers stay and
+        change that. Raises ``Overloaded`` if it cannot be queued now.
         """
         if self._is_ending or not self.has_begun:
             raise Overloaded("the service is starting or stopping", RETRY_MS)
-        self._changes.add(Change(load, done, model))
+        self._changes.add(Change(lambda: self._with_streams(load()), done, model))
         self._begin_change()
 
+    def _with_streams(self, tables: Any) -> Configuration:
+        """The tables with the streams as they are."""
+        return Configuration.of(tables, self.generation.streams, self._options)
+
     def _begin_change(self) -> None:
-        if self._next_generation is not None or self._model_change is not None or self._is_ending:
+        if self._next_generation is not None or self._model_change is not None or self._reading is not None:
+            return
+        if self._is_ending:
             return
         if self._may_differ:
             self._may_differ = False  # NOTE: even if the reload fails: the next one might, too, without an end
             self._is_repairing = True
-            self._begin_reload(Change(lambda: self.generation.tables, lambda problem: None, ""))
+            self._begin_reload(Change(lambda: self._with_streams(self.generation.tables), lambda problem: None, ""))
         elif (change := self._changes.next()) is not None:
             self._begin_reload(change)
 
@@ -410,25 +427,36 @@ class Fleet:
         self._changes.done = change.done
         if not change.model:
             logger.info("reloading %s", self._options.config)
-        look_at_working_directory()
+        self._reading = this = object()
+
+        def read() -> Configuration:
+            look_at_working_directory()
+            return change.load()
+
+        def apply(outcome: Configuration | Exception) -> None:
+            if self._reading is this:  # else it was interrupted meanwhile
+                self._reading = None
+                self._apply(change, outcome)
+
+        call_aside(self._loop, "torchpipe-reload", read, apply)
+
+    def _apply(self, change: Change, read: Configuration | Exception) -> None:
+        """Begin to change the workers, or to start their successors, by the configuration that was read."""
         try:
-            self._apply(change)
+            if isinstance(read, Exception):
+                raise read
+            if isinstance(read.tables, Folder):
+                self._refuse_losses(read.tables)
+            if change.model and self.generation.changes_alone(read.tables, change.model, self._options):
+                self._begin_model_change(read.tables, change.model)
+                return
+            self._next_generation = Generation(read, self._options, self.generation)
+            self._begin(self._next_generation)
         except (TorchpipeError, OSError) as error:
             self._give_up_reload(str(error))
         except Exception as error:  # the caller waits for an outcome, and so does the next change
             logger.exception("internal error while a reload began")
             self._give_up_reload(describe(error))
-
-    def _apply(self, change: Change) -> None:
-        """Load the configuration, and begin to change the workers or to start their successors."""
-        tables = change.load()
-        if isinstance(tables, Folder):
-            self._refuse_losses(tables)
-        if change.model and self.generation.changes_alone(tables, change.model, self._options):
-            self._begin_model_change(tables, change.model)
-            return
-        self._next_generation = Generation(tables, self._options, self.generation)
-        self._begin(self._next_generation)
 
     def _refuse_losses(self, folder: Folder) -> None:
         """Raise ``ConfigError`` if a mistake would take away a model that is served."""

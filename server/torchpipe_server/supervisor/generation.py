@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchpipe_py import Overloaded
@@ -30,13 +31,30 @@ MOST_CHANGES = 16  # that may wait for a reload to finish
 RETRY_MS = 1000  # after a refused change
 
 
+class Configuration(NamedTuple):
+    """What the processes of a generation run: its tables, and those of the streams that its workers read.
+
+    ``files`` has the states of the files that shared nodes name, if engine processes run these. NOTE: recorded before
+    the processes read them: a change meanwhile is then noticed at the next reload.
+    """
+
+    tables: Any
+    streams: Mapping[str, Any] = MappingProxyType({})
+    files: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, tables: Any, streams: Mapping[str, Any], options: Options) -> Configuration:
+        """A configuration with the present states of its files, which takes as long as their storage does."""
+        return cls(tables, streams, shared_files(tables) if has_engine(options, tables) else {})
+
+
 class Change(NamedTuple):
     """``load`` returns a configuration, ``done`` gets "" once it is served, or the reason why not.
 
-    ``model``: the one that differs, in a folder.
+    ``load`` is called on a thread. ``model``: the one that differs, in a folder.
     """
 
-    load: Callable[[], Any]
+    load: Callable[[], Configuration]
     done: Callable[[str], object]
     model: str
 
@@ -107,14 +125,13 @@ class Generation:
     loaded again; not if custom code is imported, which may have changed, nor with another certificate.
     """
 
-    def __init__(self, tables: Any, options: Options, before: Generation | None = None) -> None:
+    def __init__(self, configuration: Configuration, options: Options, before: Generation | None = None) -> None:
+        tables = configuration.tables
+        self.tables, self.streams, self._files = configuration
         self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
         self.engines: list[WorkerSlot] = []
         self.has_started_workers = False
-        self.tables, self._files = tables, {}
         if has_engine(options, tables):
-            # NOTE: recorded before the files are read: a change meanwhile is then noticed at the next reload.
-            self._files = shared_files(tables)
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
             else:

@@ -12,23 +12,63 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py import ConfigError, Overloaded
-from torchpipe_py.serving import UNLOADED, Folder, answers, describe_error, list_models, name_of, nearest, version_of
+from torchpipe_py.serving import (
+    UNLOADED,
+    Done,
+    Folder,
+    answers,
+    describe_error,
+    list_models,
+    name_of,
+    nearest,
+    version_of,
+)
+from torchpipe_server.front.loop import Loop, call_aside
 from torchpipe_server.supervisor.fleet import Fleet
+
+Files = dict[str, dict[str, str]]
+Wrong = dict[str, str]
 
 logger = logging.getLogger("torchpipe_server")
 
 
 class Repository:
-    """The folder that ``fleet`` serves."""
+    """The folder that ``fleet`` serves. Its files are listed and read on threads."""
 
-    def __init__(self, fleet: Fleet, may_be_empty: bool) -> None:
-        self._fleet, self._may_be_empty = fleet, may_be_empty
+    def __init__(self, loop: Loop, fleet: Fleet, may_be_empty: bool) -> None:
+        self._loop, self._fleet, self._may_be_empty = loop, fleet, may_be_empty
         self._problems: dict[str, str] = {}  # why the last attempt to load a model failed
+        self._asking: list[Done] = []  # for the next listing of the folder
+        self._is_listing = False
 
-    def index(self) -> list[dict[str, str]]:
-        """Each version that is served or in the folder, with ``state`` and ``reason``."""
+    def index(self, done: Done) -> None:
+        """Call ``done`` with each version that is served or in the folder, with ``state`` and ``reason``."""
+        self._asking.append(done)
+        if not self._is_listing:
+            self._list()
+
+    def _list(self) -> None:
+        """List the folder for all that ask; those that ask meanwhile may know of newer files."""
+        asking, self._asking, self._is_listing = self._asking, [], True
+
+        def answer(listed: tuple[Files, Wrong] | Exception) -> None:
+            self._is_listing = False
+            if self._asking:
+                self._list()
+            rows: list[dict[str, str]] | Exception
+            try:
+                if isinstance(listed, Exception):
+                    raise listed
+                rows = self._rows(*listed)
+            except Exception as error:
+                rows = error
+            for done in asking:
+                done(rows)
+
+        call_aside(self._loop, "torchpipe-list", self._files, answer)
+
+    def _rows(self, files: Files, wrong: Wrong) -> list[dict[str, str]]:
         served: Folder = self._fleet.generation.tables
-        files, wrong = self._files()
         problems = {**wrong, **self._fleet.problems}
         ready = served.keys() - self._fleet.problems.keys()
         named = {f"{name}/{version}" for name, each in files.items() for version in each}
@@ -45,11 +85,17 @@ class Repository:
     def control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
         """``load`` or ``unload`` the model; ``done`` is called with the status and body of the outcome."""
         began = monotonic()
+        versions: list[str] = []  # in the folder, of a model to load
+
+        def read() -> Folder:
+            if action == "load":
+                versions.extend(self._files()[0].get(name, ()))
+            return self._changed(action, name)
 
         def finish(problem: str) -> None:
             served: Folder = self._fleet.generation.tables
             if problem:
-                if action == "load" and (versions := self._files()[0].get(name)):
+                if versions:
                     self._problems[name] = problem
                     if not served.versions(name):
                         self._fleet.add_problems({f"{name}/{version}": problem for version in versions})
@@ -62,12 +108,12 @@ class Repository:
             done(200, {"name": name, "versions": served.versions(name), "seconds": seconds})
 
         try:
-            self._fleet.change(lambda: self._changed(action, name), finish, name)
+            self._fleet.change(read, finish, name)
         except Overloaded as error:
             failed = answers.failure(error)
             done(failed.status, failed.body)
 
-    def _files(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    def _files(self) -> tuple[Files, Wrong]:
         """The files of the folder, by model and version, and problems of other files by ``NAME/VERSION``."""
         try:
             return list_models(self._fleet.generation.tables.source)

@@ -12,6 +12,7 @@ from torchpipe_py import TorchpipeError, parse_toml
 from torchpipe_py.serving import AnswerStream, Done, StreamSource, counted, nearest, read_streams
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.generation import Generation
 from torchpipe_server.supervisor.messages import Event, Figures, Snapshot
 
 logger = logging.getLogger("torchpipe_server")
@@ -94,9 +95,9 @@ class SharedStreams:
     """
 
     def __init__(self, loop: Loop, file: str, tables: Mapping[str, Any]) -> None:
-        self._file, self._next, self._loop = file, tables, loop
+        self._file, self._loop = file, loop
         self._tables = tables  # those of the serving generation
-        self._generation: object = None
+        self._generation: Generation | None = None
         self._readers: dict[str, Child] = {}
         self._workers: dict[Child, int] = {}  # with their numbers
         self._given: dict[Child, Mapping[str, Any]] = {}
@@ -109,16 +110,12 @@ class SharedStreams:
         self._tables = {}
         self._end_removed()
 
-    def load(self) -> None:
-        """Read the file again, for the next generation of workers. Raises ``ConfigError``."""
-        self._next = read_tables(self._file)
-
-    def share_out(self, generation: object, workers: dict[Child, int]) -> None:
-        """Give each stream to one of the ready workers; call it again when these or the streams change."""
+    def share_out(self, generation: Generation, workers: dict[Child, int]) -> None:
+        """Give each stream to one of the ready workers; call it again when these or the generation change."""
         if generation is self._generation and workers == self._workers:
             return
         if generation is not self._generation:
-            self._generation, self._tables = generation, self._next
+            self._generation, self._tables = generation, generation.streams
             self._end_removed()
         self._workers = workers
         given, before = self._given, self._readers

@@ -34,7 +34,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import ConfigError
-from torchpipe_py.serving import BOUNDS_MS, TOTALS, Folder, add, call_from_any_thread
+from torchpipe_py.serving import BOUNDS_MS, TOTALS, Done, Folder, add, answers, call_from_any_thread
 from torchpipe_server.front.loop import every, new_loop
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
@@ -42,7 +42,7 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.fallback import RpcFallback
 from torchpipe_server.supervisor.fleet import Fleet
-from torchpipe_server.supervisor.generation import WorkerSlot
+from torchpipe_server.supervisor.generation import Configuration, WorkerSlot
 from torchpipe_server.supervisor.messages import Control, Figures
 from torchpipe_server.supervisor.monitoring.figures import request_figures, service_figures
 from torchpipe_server.supervisor.repository import Repository
@@ -60,8 +60,8 @@ KILL_SECONDS = 1.0  # after those, for killed workers to end and their requests 
 class Supervisor:
     """``run`` serves on the calling thread until ``stop``.
 
-    ``tables`` is the configuration; ``load`` returns it at each reload, or raises ``ConfigError``. ``idl`` is that of
-    InferenceService, or ``None`` for a custom service.
+    ``tables`` is the configuration; ``load`` returns it at each reload, on a thread, or raises ``ConfigError``. ``idl``
+    is that of InferenceService, or ``None`` for a custom service.
     """
 
     def __init__(
@@ -76,17 +76,18 @@ class Supervisor:
         )  # fmt: skip
         self.streams = SharedStreams(self.loop, options.streams, streams)
 
-        def load_again() -> Any:
-            tables = load()
-            self.streams.load()
-            return tables
+        def load_again() -> Configuration:
+            return Configuration.of(load(), read_tables(options.streams), options)
 
-        self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
+        configuration = Configuration.of(tables, streams, options)
+        self._fleet = Fleet(self.loop, options, self._connections, configuration, load_again, self._fail)
         self._fleet.on_message = self._receive
-        self.repository = Repository(self._fleet, options.repository_control) if isinstance(tables, Folder) else None
+        self.repository: Repository | None = None
+        if isinstance(tables, Folder):
+            self.repository = Repository(self.loop, self._fleet, options.repository_control)
         self._rpc = None if options.grpc_port < 0 else RpcFallback(self.loop, options)
         self.monitoring: Any = None  # the monitoring port, closed at the end
-        self._asking: list[Callable[[Figures], object]] = []
+        self._asking: list[Done] = []
         self._problem = ""
         self._has_lost = self._has_begun = self._has_killed = False
         self._stopping_until: float | None = None
@@ -180,21 +181,35 @@ class Supervisor:
             self.loop.stop()
 
     def _receive(self, child: Child, message: Any) -> None:
-        if not isinstance(message, Control):
+        if isinstance(message, Control):
+            self._control(message, partial(child.send, "outcome", id=message.id))
+        else:
             self.streams.receive(child, message)
-        else:  # a client of the worker loads or unloads a model
 
-            def done(status: int, body: Figures) -> None:
-                child.send("outcome", id=message.id, status=status, body=body)
+    def _control(self, message: Control, send: Callable[..., object]) -> None:
+        """Do what a client of a worker asks for, and ``send`` the outcome, whatever fails."""
 
-            if message.action == "statistics":
-                self.ask(lambda figures: done(200, _model_figures(figures)))
-            elif self.repository is not None and message.action == "index":
-                done(200, {"models": self.repository.index()})
-            elif self.repository is None or not self._options.repository_control:
-                done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
+        def done(status: int, body: Figures) -> None:
+            send(status=status, body=body)
+
+        def answer_with(make: Callable[[Any], Figures], result: Any) -> None:
+            try:
+                if isinstance(result, Exception):
+                    raise result
+                body = make(result)
+            except Exception as error:
+                done(*answers.failure(error)[:2])
             else:
-                self.repository.control(message.action, message.name, done)
+                done(200, body)
+
+        if message.action == "statistics":
+            self.ask(partial(answer_with, _model_figures))
+        elif self.repository is not None and message.action == "index":
+            self.repository.index(partial(answer_with, lambda rows: {"models": rows}))
+        elif self.repository is None or not self._options.repository_control:
+            done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
+        else:
+            self.repository.control(message.action, message.name, done)
 
     # -- status ------------------------------------------------------------------------------------------------
 
@@ -209,8 +224,8 @@ class Supervisor:
         graphs = [worker.child.graph for worker in self._fleet.generation.workers if worker.child]
         return next(filter(None, graphs), "")
 
-    def ask(self, answer: Callable[[Figures], object]) -> None:
-        """Call ``answer`` with the statistics of ``/stats``. Concurrent callers get the same."""
+    def ask(self, answer: Done) -> None:
+        """Call ``answer`` with the statistics of ``/stats``, or an exception. Concurrent callers get the same."""
         self._asking.append(answer)
         if len(self._asking) == 1:
             asked = [child for child in self._fleet.children if child.is_serving]
@@ -224,7 +239,11 @@ class Supervisor:
             self.loop.call_later(ASK_STEP_SECONDS, self._await_figures, silent, until)
             return
         asking, self._asking = self._asking, []
-        figures = self._figures(silent)
+        figures: Figures | Exception
+        try:
+            figures = self._figures(silent)
+        except Exception as error:
+            figures = error
         for answer in asking:
             answer(figures)
 

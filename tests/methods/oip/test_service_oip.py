@@ -15,6 +15,8 @@ from kit.clients import IDL, Client, HttpClient, ask, fetch, get_json
 from kit.monitored import Monitored
 from kit.services import LIGHT, LocalServer, serving, steered
 from kit.steered import FILE, Steered
+from torchpipe_server.options import Options
+from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import Overloaded, parse_folder, pipe
 from torchpipe_py.errors import UnknownNode
@@ -279,6 +281,17 @@ def test_data_port_loads_models_with_repository_control(tmp_path: Path) -> None:
             for fields in ({"Origin": "http://other.example"}, {"Host": "other.example"}):
                 assert fetch(port, f"{path}/load", "POST", **fields).status == 403
             assert fetch(port, INDEX, "POST", Origin="http://other.example").status == 200
+
+
+def test_lists_what_it_serves_if_the_supervisor_cannot_list_the_folder(tmp_path: Path) -> None:
+    def control(action: str, name: str, done: Any) -> None:
+        done(500, {"error": "a defect", "code": "internal"})
+
+    with pipe(parse_folder(written(tmp_path, a=IDENTITY))) as run:
+        options = Options(str(tmp_path))
+        with LocalServer(run, make_served=lambda loop: usual_service(options, run, control)) as server:
+            for _ in range(2):
+                assert ask(server.port, b"", INDEX) == (200, [served("a")])
 
 
 def test_answers_repository_requests_after_supervisor_died(tmp_path: Path) -> None:

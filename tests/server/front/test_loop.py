@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torchpipe_server.front.loop import Inbox, new_loop
+from torchpipe_server.front.loop import Inbox, call_aside, new_loop
 from torchpipe_server.front.server import Server
 
 
@@ -59,6 +62,31 @@ def test_items_behind_one_that_ends_the_loop_are_taken(kind: type[BaseException]
         loop.run_forever()
     loop.close()
     assert taken == [0, 2, 3, 4]
+
+
+def test_a_call_aside_returns_its_outcome_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, outcomes, here = new_loop(), list[Any](), threading.get_ident()
+
+    def work(number: int) -> tuple[int, bool]:
+        if not number:
+            raise ValueError("nothing")
+        return number, threading.get_ident() == here
+
+    def done(outcome: Any) -> None:
+        outcomes.append((outcome, threading.get_ident() == here))
+        loop.stop()
+
+    for number in range(2):
+        call_aside(loop, "aside", partial(work, number), done)
+        loop.run_forever()
+    (error, is_here), given = outcomes
+    assert (str(error), is_here, given) == ("nothing", True, ((1, False), True))
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    call_aside(loop, "aside", partial(work, 1), done)
+    assert len(outcomes) == 2, "never before it returns"
+    loop.run_forever()
+    assert outcomes[2][0].errno == errno.EAGAIN
+    loop.close()
 
 
 @pytest.mark.parametrize("kind", [ValueError, asyncio.CancelledError, KeyboardInterrupt, SystemExit])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ import psutil
 import pytest
 from kit.services import turn
 from kit.virtual_loop import VirtualLoop
-from kit.waits import eventually
+from kit.waits import WAIT, eventually
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
@@ -29,7 +31,7 @@ from torchpipe_server.supervisor.fleet import (
     successor,
 )
 from torchpipe_server.supervisor.forker import Forker
-from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
+from torchpipe_server.supervisor.generation import MOST_CHANGES, Configuration, Generation, WorkerSlot
 from torchpipe_server.supervisor.messages import Committed, Prepared, Ready
 from torchpipe_server.worker import worker
 from torchpipe_server.worker.service import engine_processes, make_plan
@@ -50,6 +52,16 @@ class Fleets:
         self.failed: list[str] = []
         monkeypatch.setattr(module, "Forker", self._make_forker)
         monkeypatch.setattr(module, "Child", self._make_child)
+        monkeypatch.setattr(module, "call_aside", self._call)
+
+    @staticmethod
+    def _call(loop: Any, name: str, work: Any, done: Any) -> None:
+        """``call_aside`` without a thread."""
+        try:
+            outcome = work()
+        except Exception as error:
+            outcome = error
+        done(outcome)
 
     @property
     def started(self) -> list[int]:
@@ -68,8 +80,9 @@ class Fleets:
     def make(self, tables: Any = SHARED, **options: Any) -> Fleet:
         connections = mock.Mock(journal=self.journal, died=lambda child: 0)
         loop: Any = self.loop
-        options_, load = Options("test", **options), lambda: tables
-        return Fleet(loop, options_, connections, tables, load, self.failed.append, lambda: self.loop.time)
+        options_, configuration = Options("test", **options), Configuration(tables)
+        load, clock = lambda: configuration, lambda: self.loop.time
+        return Fleet(loop, options_, connections, configuration, load, self.failed.append, clock)
 
     def die(self, slot: WorkerSlot, **changes: Any) -> None:
         """Start the slot's process and let it end."""
@@ -160,6 +173,73 @@ def test_change_that_raises_is_answered_and_the_next_one_begins(
     assert "internal error while a reload began" in caplog.messages
     fleet.change(dict, answers.append)
     assert [slot.role for slot, _ in fleets.starts] == ["worker"]
+
+
+class Reader:
+    """Reads like a storage that does not answer until ``answer``."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._answers = SimpleQueue[Any]()
+
+    def read(self) -> Any:
+        self.asked.set()
+        return self._answers.get(timeout=WAIT)
+
+    def answer(self, configuration: Any) -> None:
+        self._answers.put(configuration)
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Fleet, list[WorkerSlot]]]:
+    """A loop, a fleet on it that has begun, and the slots for which it would fork."""
+    loop, journal, starts = new_loop(is_fast=False), Journal(1), list[WorkerSlot]()
+    monkeypatch.setattr(module, "Forker", lambda *_: mock.Mock(fork=starts.append))
+    fleet = Fleet(loop, Options("test", workers=1), mock.Mock(), Configuration({}), dict, [].append)
+    fleet.has_begun = True
+    yield loop, fleet, starts
+    journal.close()
+    loop.close()
+
+
+def test_a_storage_that_does_not_answer_stops_no_loop(reading: tuple[Any, Fleet, list[WorkerSlot]]) -> None:
+    loop, fleet, starts = reading
+    reader, answers = Reader(), list[str]()
+    fleet.change(reader.read, answers.append)
+    turns = list[int]()
+    eventually(lambda: turn(loop) or reader.asked.is_set())
+    loop.call_soon(turns.append, 1)
+    turn(loop)
+    assert (turns, starts, answers) == ([1], [], [])
+    reader.answer({"global": {}})
+    eventually(lambda: turn(loop) or starts)
+    assert [slot.tables for slot in starts] == [{"global": {}}]
+
+
+@pytest.mark.parametrize("how", ["reload", "stop"])
+def test_what_is_read_after_a_reload_or_a_stop_is_dropped(
+    reading: tuple[Any, Fleet, list[WorkerSlot]], how: str
+) -> None:
+    loop, fleet, starts = reading
+    late, reader, answers, ended = Reader(), Reader(), list[str](), threading.Event()
+
+    def read_late() -> Any:
+        tables = late.read()
+        loop.call_soon_threadsafe(loop.call_soon, ended.set)  # after what follows this
+        return tables
+
+    fleet._load = reader.read
+    fleet.change(read_late, answers.append)
+    eventually(late.asked.is_set)
+    fleet.reload() if how == "reload" else fleet.drain()
+    assert answers == ["interrupted by a reload" if how == "reload" else "the service is stopping"]
+    late.answer({"global": {"late": 1}})
+    eventually(lambda: turn(loop) or ended.is_set())
+    assert starts == []
+    if how == "reload":
+        reader.answer(Configuration({"global": {}}))
+        eventually(lambda: turn(loop) or starts)
+        assert [slot.tables for slot in starts] == [{"global": {}}]
 
 
 @pytest.mark.parametrize("how", ["refused", "reload"])
@@ -328,7 +408,7 @@ def test_workers_use_the_engine_processes_of_their_device(
     args: str, engines: list[int], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = parse_options(["x.toml", *args.split()])
-    generation = Generation(SHARED, options)
+    generation = Generation(Configuration(SHARED), options)
     used = [generation.engine_of(worker) for worker in generation.workers]
     assert [engine.index for engine in used if engine is not None] == engines
     assert caplog.messages == ([line] if line else [])

@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 from urllib.parse import quote
@@ -16,12 +18,17 @@ from urllib.parse import quote
 import pytest
 from kit.clients import IDL, Client, ask
 from kit.monitored import Monitored
-from kit.services import LIGHT, Process, reserved_port
+from kit.services import LIGHT, Process, reserved_port, turn
 from kit.steered import FILE
 from kit.virtual_loop import VirtualLoop
 from kit.waits import WAIT, eventually
-from torchpipe_server.supervisor.messages import Committed, Prepared
+from torchpipe_server.front.loop import new_loop
+from torchpipe_server.options import Options
+from torchpipe_server.supervisor import repository
+from torchpipe_server.supervisor.messages import Committed, Control, Prepared
 from torchpipe_server.supervisor.model_change import COMMIT_SECONDS, ModelChange
+from torchpipe_server.supervisor.repository import Repository
+from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.worker import models
 from torchpipe_server.worker.worker import Worker
 
@@ -343,6 +350,60 @@ def test_a_model_of_two_files_is_refused(tmp_path: Path) -> None:
         eventually(lambda: service.stats["reloads"] == {"ok": 0, "failed": 1})
         assert control(service, "load", "a")[0] == 200
         assert (infer(service.port, "a.c"), service.pids()) == ("a", workers), "none had begun to serve it"
+
+
+# -- files that are read on threads ---------------------------------------------------------------------------------
+
+
+class Listing:
+    """Lists a folder whose storage answers with each `set` of ``answers``."""
+
+    def __init__(self) -> None:
+        self.answers, self.count = SimpleQueue[None](), 0
+
+    def list(self, folder: str) -> Any:
+        self.count += 1
+        self.answers.get(timeout=WAIT)
+        return {"a": {"1": "a.toml"}, f"new{self.count}": {"1": "new.toml"}}, {}
+
+
+def test_a_folder_that_does_not_answer_is_listed_by_one_thread_for_all_that_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, listing, fleet = new_loop(is_fast=False), Listing(), mock.Mock(problems={})
+    fleet.generation.tables = Folder(source="models")
+    monkeypatch.setattr(repository, "list_models", listing.list)
+    subject, rows = Repository(loop, fleet, True), dict[int, list[str]]()
+    for number in range(4):
+        subject.index(lambda listed, number=number: rows.update({number: [row["name"] for row in listed]}))
+        eventually(lambda: turn(loop) or listing.count == 1)
+    assert rows == {}
+    listing.answers.put(None)
+    eventually(lambda: turn(loop) or rows)
+    assert rows == {0: ["a", "new1"]}
+    listing.answers.put(None)
+    eventually(lambda: turn(loop) or len(rows) == 4)
+    assert (rows[3], listing.count) == (["a", "new2"], 2), "they asked after the first listing had begun"
+    loop.close()
+
+
+@pytest.mark.parametrize("action", ["statistics", "index", "load"])
+def test_a_client_gets_an_answer_whatever_fails_in_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    folder, failing, child = Folder(source=str(tmp_path)), mock.Mock(side_effect=ValueError("a defect")), mock.Mock()
+    options = Options(str(tmp_path), repository_control=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor: Any = Supervisor(listener, options, folder, lambda: folder, None)
+    supervisor._fleet.has_begun = True
+    for owner, name in ((supervisor, "_figures"), (supervisor.repository, "_rows"), (Folder, "having")):
+        monkeypatch.setattr(owner, name, failing)
+    supervisor._receive(child, Control(3, action, "a"))
+    eventually(lambda: turn(supervisor.loop) or child.send.called)
+    ((type_,), outcome) = child.send.call_args
+    assert (type_, outcome["id"], outcome["status"]) == ("outcome", 3, 400 if action == "load" else 500)
+    assert "a defect" in outcome["body"]["error"]
+    supervisor.loop.close()
 
 
 # -- all workers or none --------------------------------------------------------------------------------------------

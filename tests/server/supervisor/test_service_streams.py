@@ -71,26 +71,37 @@ class Reader:
 
 def test_each_stream_stays_with_one_worker() -> None:
     loop, names, readers = new_loop(is_fast=False), list("abcde"), [Reader() for _ in range(3)]
-    shared = SharedStreams(loop, "cameras.toml", {name: {} for name in names})
+    tables: dict[str, Any] = {name: {} for name in names}
+    shared: Any = SharedStreams(loop, "cameras.toml", tables)
+    first, following = SimpleNamespace(streams=tables), SimpleNamespace(streams=tables)
     one, two, three = readers
 
     for generation, workers, count in (
-        ("first", (one, two), 2),
-        ("first", (one, two), 0),  # nothing has changed
-        ("first", (two,), 1),
-        ("first", (two, three), 2),
-        ("first", (), 0),
-        ("next", (one, three), 2),
+        (first, (one, two), 2),
+        (first, (one, two), 0),  # nothing has changed
+        (first, (two,), 1),
+        (first, (two, three), 2),
+        (first, (), 0),
+        (following, (one, three), 2),
     ):
         for reader in readers:
             reader.given = None
-        shared.share_out(generation, dict.fromkeys(workers, 0))  # type: ignore[arg-type]
+        shared.share_out(generation, dict.fromkeys(workers, 0))
         given = [reader.given for reader in readers if reader.given is not None]
         assert len(given) == count
         assert sorted(chain(*given)) == (names if count else [])
         assert max(map(len, given), default=3) - min(map(len, given), default=3) <= 1
         assert {each["worker"] for each in shared.figures({}).values()} == ({0} if workers else {None})
     assert all(reader.has_streams for reader in readers)
+    loop.close()
+
+
+def test_a_generation_brings_its_streams() -> None:
+    loop, reader = new_loop(is_fast=False), Reader()
+    shared: Any = SharedStreams(loop, "cameras.toml", {"a": {}})
+    for names in (["a"], ["a", "b"], ["b"], []):
+        shared.share_out(SimpleNamespace(streams={name: {} for name in names}), {reader: 0})
+        assert reader.given == names
     loop.close()
 
 
@@ -133,7 +144,7 @@ def test_slow_client_loses_oldest_events_and_gets_their_number(monkeypatch: pyte
     monkeypatch.setattr(module, "EVENTS_WAITING", 2)
     loop, reader, stream = new_loop(is_fast=False), Reader(), SlowStream()
     shared: Any = SharedStreams(loop, "cameras.toml", {"a": {}})
-    shared.share_out("first", {reader: 0})
+    shared.share_out(SimpleNamespace(streams={"a": {}}), {reader: 0})
     subscriber: Subscriber = shared.subscribe("a", b"head\n")
     subscriber.attach(stream)
     assert reader.watched == ["a"]

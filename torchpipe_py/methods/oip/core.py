@@ -277,7 +277,7 @@ class OpenInference:
 
     def _indexed(self, status: int, body: Mapping[str, Any]) -> None:
         waiting, self._indexing = self._indexing, []
-        others = [each for each in body["models"] if each["state"] != "READY"]
+        others = [each for each in body.get("models", ()) if each["state"] != "READY"]  # none, if that failed
         for done in waiting:
             done([*self._served(), *others])
 

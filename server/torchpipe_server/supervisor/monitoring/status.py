@@ -146,10 +146,12 @@ class StatusServer:
     def _answer_figures(self, name: str, request: HttpRequest, done: Done) -> None:
         """Ask the workers once per ``ASK_PAUSE_SECONDS``, and make each answer once for all clients."""
 
-        def answer(figures: dict[str, Any]) -> None:
-            if figures is not self._figures:
-                self._figures, self._made, self._fresh_until = figures, {}, monotonic() + ASK_PAUSE_SECONDS
+        def answer(figures: dict[str, Any] | Exception) -> None:
             try:
+                if isinstance(figures, Exception):
+                    raise figures
+                if figures is not self._figures:
+                    self._figures, self._made, self._fresh_until = figures, {}, monotonic() + ASK_PAUSE_SECONDS
                 if name not in self._made:
                     self._made[name] = _FORMS[name](figures)
                 done(self._made[name])
@@ -188,8 +190,11 @@ def _repository_paths(repository: Repository) -> Mapping[str, Callable[[HttpRequ
         name = unquote(request.parameters["model"])
         repository.control(action, name, lambda status, body: done(json_answer(body, status)))
 
+    def index(request: HttpRequest, done: Done) -> None:
+        repository.index(lambda rows: done(rows if isinstance(rows, Exception) else json_answer(rows)))
+
     return {
-        _INDEX: lambda _, done: done(json_answer(repository.index())),
+        _INDEX: index,
         "/v2/repository/models/{model}/load": partial(control, "load"),
         "/v2/repository/models/{model}/unload": partial(control, "unload"),
     }
