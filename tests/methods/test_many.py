@@ -123,7 +123,7 @@ def listed(run: pipe, items: list[dict[str, Any]]) -> None:
 
 def gathered(run: pipe, items: list[dict[str, Any]]) -> None:
     ended, gather = threading.Event(), FairAdmission(run).gather
-    # NOTE: the main thread would leave the images to the deputy, and not wait for them to enter.
+    # NOTE: the main thread would leave the images to the executor, and not wait for them to enter.
     with ThreadPoolExecutor() as threads:
         threads.submit(gather, items, None, lambda data, error: error, lambda _: ended.set()).result(WAIT)
     assert ended.wait(WAIT)

@@ -30,7 +30,7 @@ from kit.waits import WAIT, all_idle, eventually
 import torchpipe_py.runtime
 from torchpipe_py import pipe
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
-from torchpipe_py.runtime.deputy import DEPUTY, Deputy
+from torchpipe_py.runtime.interrupts import EXECUTOR, InterruptSafeExecutor
 
 RUNTIME = str(Path(torchpipe_py.runtime.__file__).parent)
 
@@ -245,7 +245,7 @@ def map_each(p: pipe) -> None:
 @pytest.mark.parametrize("use", [submit_several, dispatch, await_call, map_each])
 def test_interrupt_anywhere_in_a_call_drops_what_it_started(use: Callable[[pipe], object], register: Register) -> None:
     def assert_dropped() -> None:
-        DEPUTY.run(lambda: None)  # what the main thread has handed over is done
+        EXECUTOR.run(lambda: None)  # what the main thread has handed over is done
         eventually(lambda: p.stats()["inflight"] == 0, "a request is left")
         assert not Held.dropped, "dispatch raised, and its callback was called too"
         Held.opened.set()
@@ -259,16 +259,16 @@ def test_interrupt_anywhere_in_a_call_drops_what_it_started(use: Callable[[pipe]
 
 
 def test_thread_that_an_interrupt_gave_up_ends_after_its_job() -> None:
-    deputy, is_free, is_given_up = Deputy(), threading.Event(), threading.Event()
+    executor, is_free, is_given_up = InterruptSafeExecutor(), threading.Event(), threading.Event()
     threads: SimpleQueue[int] = SimpleQueue()
 
     def block() -> None:
         threads.put(threading.get_native_id())
         is_free.wait(WAIT)
 
-    deputy.start(block)
+    executor.start(block)
     blocked = threads.get(timeout=WAIT)
-    deputy.abandon(is_given_up.set)
+    executor.abandon(is_given_up.set)
     assert is_given_up.wait(WAIT), "the job before it goes on"
     is_free.set()
     eventually(lambda: blocked not in [thread.id for thread in psutil.Process().threads()])

@@ -26,7 +26,7 @@ from torchpipe_py.keys import (
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
-from torchpipe_py.runtime.deputy import Deputy
+from torchpipe_py.runtime.interrupts import InterruptSafeExecutor
 from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.nodes.batching import BatchingNode
 from torchpipe_py.runtime.nodes.wiring import Due, Source
@@ -114,8 +114,8 @@ class pipe:
         if CURRENT.instance is not None:
             self._runtime.refuse_wait(CURRENT.instance, requests)
         stands_in = timeout is None and len(requests) == 1
-        deputy = self._runtime.deputy
-        if deputy is None:
+        executor = self._runtime.executor
+        if executor is None:
             self._runtime.submit(requests, stands_in)
             if timeout is None:
                 finished.acquire()
@@ -123,21 +123,21 @@ class pipe:
                 self._expire(requests, timeout)
                 finished.acquire()
         else:
-            self._call_by(deputy, finished, requests, stands_in, timeout)
+            self._call_on(executor, finished, requests, stands_in, timeout)
         for request in requests:
             if request.error is not None:
                 raise request.error
         return data
 
-    def _call_by(
+    def _call_on(
         self,
-        deputy: Deputy,
+        executor: InterruptSafeExecutor,
         finished: LockType,
         requests: Sequence[Request],
         stands_in: bool,
         timeout: float | None,
     ) -> None:
-        """``call`` on the main thread: wait, while the deputy brings the requests to the pipe and perhaps runs them."""
+        """``call`` on the main thread: wait, while the executor submits the requests and perhaps runs them."""
         runtime = self._runtime
         refusals: list[BaseException] = []
 
@@ -149,14 +149,14 @@ class pipe:
                 finished.release()
 
         try:
-            deputy.start(call)
+            executor.start(call)
             if timeout is None:
                 finished.acquire()
             elif not finished.acquire(timeout=_seconds(timeout)):
-                deputy.start(partial(self._expire, requests, timeout))
+                executor.start(partial(self._expire, requests, timeout))
                 finished.acquire()
         except BaseException as interrupt:
-            deputy.abandon(partial(runtime.complete, requests, interrupt))
+            executor.abandon(partial(runtime.complete, requests, interrupt))
             raise
         if refusals:
             raise refusals[0]

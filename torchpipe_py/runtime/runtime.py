@@ -36,8 +36,8 @@ from torchpipe_py.metrics import Metrics, collect_in, current
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
 from torchpipe_py.runtime.admission import Door, Path, QueueTarget, longest_compute
-from torchpipe_py.runtime.deputy import DEPUTY, Deputy, has_handlers
 from torchpipe_py.runtime.inflight import InFlight
+from torchpipe_py.runtime.interrupts import EXECUTOR, InterruptSafeExecutor, has_handlers
 from torchpipe_py.runtime.nodes.batching import BatchingNode
 from torchpipe_py.runtime.nodes.hand_over import HandOverNode
 from torchpipe_py.runtime.nodes.instance import THREAD_PREFIX, Instance, creator
@@ -306,19 +306,19 @@ class Runtime:
     # -- requests -----------------------------------------------------------------------------------------------
 
     @property
-    def deputy(self) -> Deputy | None:
-        """The thread that runs calls of the main thread, if that calls; ``None`` once the pipe is closed."""
+    def executor(self) -> InterruptSafeExecutor | None:
+        """For calls of the main thread; ``None`` on other threads, and once the pipe is closed."""
         if get_ident() != self._main_thread or self.inflight.refusal:
             return None
-        return DEPUTY
+        return EXECUTOR
 
     def protect(self, work: Callable[[], T]) -> T:
         """Run ``work`` so that no signal handler interrupts it; returns its result or raises its error.
 
         Without a signal handler when the pipe was built, as in a worker of the service, the main thread runs it.
         """
-        deputy = self.deputy if self._has_handlers else None
-        return work() if deputy is None else deputy.run(work)
+        executor = self.executor if self._has_handlers else None
+        return work() if executor is None else executor.run(work)
 
     def submit(self, requests: Sequence[Request], stands_in: bool = False) -> None:
         """Admit all requests or none, and bring each to its root.
@@ -368,11 +368,11 @@ class Runtime:
         """
         if self.inflight.refusal:
             self.inflight.admit(requests)  # raises
-        deputy = self.deputy if self._has_handlers else None
-        if deputy is None:
+        executor = self.executor if self._has_handlers else None
+        if executor is None:
             self._submit_or_refuse(requests)
         else:
-            deputy.start(partial(self._submit_or_refuse, requests))
+            executor.start(partial(self._submit_or_refuse, requests))
 
     def _submit_or_refuse(self, requests: Sequence[Request]) -> None:
         try:

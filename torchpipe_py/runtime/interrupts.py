@@ -24,7 +24,7 @@ def has_handlers() -> bool:
     return any(callable(signal.getsignal(number)) for number in signal.valid_signals())
 
 
-class Deputy:
+class InterruptSafeExecutor:
     """Runs jobs of the main thread, in order, on a thread of its own.
 
     A signal handler may raise in the main thread between any two bytecodes: with a lock just taken, or with an
@@ -93,7 +93,7 @@ class Deputy:
         self._jobs = None
 
 
-DEPUTY = Deputy()
+EXECUTOR = InterruptSafeExecutor()
 """Process-wide, because there is one main thread."""
 
 
