@@ -46,10 +46,10 @@ class ChaosEcho(Backend):
 
 def _crash_once_ready() -> None:
     """End this process right after it has said that it is ready."""
-    from torchpipe_server.worker.worker import Post
+    from torchpipe_server.worker.worker import SupervisorClient
 
-    def run(post: Post, graph: str, problems: Mapping[str, str]) -> None:
-        post.send({"type": "ready", "graph": graph, "problems": dict(problems)})
+    def serve(client: SupervisorClient, graph: str, problems: Mapping[str, str]) -> None:
+        client.send({"type": "ready", "graph": graph, "problems": dict(problems)})
         os._exit(3)
 
-    Post.run = run  # type: ignore[method-assign]
+    SupervisorClient.serve = serve  # type: ignore[method-assign]

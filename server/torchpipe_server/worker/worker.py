@@ -149,7 +149,7 @@ def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
     os._exit(HUNG if is_hung else status)
 
 
-class Post:
+class SupervisorClient:
     """The connection of a worker or engine process to the supervisor.
 
     ``handlers`` take the fields of messages, by type; ``figures`` returns what the supervisor gets, ``stats`` the
@@ -165,7 +165,7 @@ class Post:
         self._heart = HeartbeatThread(start.heartbeat, loop, stats)
         self.send = self.channel.send
 
-    def run(self, graph: str, problems: Mapping[str, str] = {}) -> None:
+    def serve(self, graph: str, problems: Mapping[str, str] = {}) -> None:
         """Report that it is ready, and run the loop until it is stopped.
 
         ``problems`` says why models of a folder are not served, by ``NAME/VERSION``.
@@ -174,7 +174,7 @@ class Post:
         self.send({"type": "ready", "graph": graph, "problems": dict(problems)})
         self._loop.run_forever()
 
-    def end(self, answered: bool) -> None:
+    def send_end(self, answered: bool) -> None:
         """Send the last message: whether every accepted request was answered."""
         self.send({"type": "end", "answered": answered, "stats": self._all_figures()})
         self.channel.finish(CLOSE_SECONDS)
@@ -212,7 +212,7 @@ class Worker:
         make_served = served_maker(options, control, self._ask_totals)
         set_up_process(options)
         # Wait for the engine process, which says what it runs: the pipe is made without that. Its link comes over the
-        # channel's socket, which the loop reads from ``Post`` on.
+        # channel's socket, which the loop reads from ``SupervisorClient`` on.
         self._engine = self._link_engine(start)
         self._models, self._run, self._plan = self._load(start)
         self._provider: Any = None  # where trace spans go
@@ -224,12 +224,12 @@ class Worker:
         every(self._loop, END_SECONDS, self._end_if_finished)
         # Take messages of the supervisor, now that there is what they are for; streams send theirs on its channel.
         handlers = self._handlers()
-        self._post = Post(start, self._loop, handlers, self._figures, self._run.stats, self._orphaned)
+        self._supervisor = SupervisorClient(start, self._loop, handlers, self._figures, self._run.stats, self._orphaned)
         self._streams: WorkerStreams | None = None
         if options.streams:
             from torchpipe_server.worker.streams import WorkerStreams
 
-            self._streams = streams = WorkerStreams(self._run, self._loop, self._post.channel)
+            self._streams = streams = WorkerStreams(self._run, self._loop, self._supervisor.channel)
             handlers.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
 
     def _link_engine(self, start: Start) -> EngineClient | None:
@@ -295,11 +295,11 @@ class Worker:
 
     def serve(self) -> NoReturn:
         """Serve until the supervisor ends this process."""
-        self._post.run(draw(self._plan), self._models.problems if self._models is not None else {})
+        self._supervisor.serve(draw(self._plan), self._models.problems if self._models is not None else {})
         answered = self._server.close()
         if self._rpc is not None:
             answered = self._rpc.close() and answered
-        self._post.end(answered)
+        self._supervisor.send_end(answered)
         is_closed = self._run.close(CLOSE_SECONDS)
         if self._provider is not None:
             from torchpipe_server import tracing
@@ -330,12 +330,12 @@ class Worker:
 
     def _control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
         """Have the supervisor load or unload a model, or list all; for the loop's thread."""
-        if self._post.channel.is_closed:
+        if self._supervisor.channel.is_closed:
             done(503, ORPHANED)
             return
         number = max(self._controls, default=0) + 1
         self._controls[number] = done
-        self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})
+        self._supervisor.send({"type": "control", "id": number, "action": action, "name": name[:200]})
 
     def _ask_totals(self, done: Callable[[Mapping[str, Any]], object]) -> None:
         """Ask the supervisor for the statistics of all workers; nothing if it is gone."""
@@ -346,7 +346,7 @@ class Worker:
         assert self._models is not None
 
         def done(problem: str, graph: str) -> None:
-            self._post.send({"type": "prepared", "change": change, "problem": problem, "graph": graph})
+            self._supervisor.send({"type": "prepared", "change": change, "problem": problem, "graph": graph})
 
         try:
             self._models.prepare(pickle.loads(base64.b64decode(folder)), name, done)
@@ -361,7 +361,7 @@ class Worker:
         except Exception as error:
             logger.exception("cannot serve the model that is set up")
             problem = describe(error)
-        self._post.send({"type": "committed", "change": change, "problem": problem})
+        self._supervisor.send({"type": "committed", "change": change, "problem": problem})
 
     def _abort(self) -> None:
         assert self._models is not None
@@ -372,7 +372,7 @@ class Worker:
         self._models.add_problems(problems)
 
     def _gone(self, slot: int, is_closed: bool) -> None:
-        self._post.send({"type": "gone", "slot": slot, "is_closed": is_closed})
+        self._supervisor.send({"type": "gone", "slot": slot, "is_closed": is_closed})
         self._end_if_finished()
 
     def _orphaned(self) -> None:
@@ -383,10 +383,10 @@ class Worker:
 
     def _listen(self) -> None:
         if self._rpc is not None:
-            self._rpc.listen(lambda: self._post.send({"type": "listening"}), self._cannot_listen)
+            self._rpc.listen(lambda: self._supervisor.send({"type": "listening"}), self._cannot_listen)
 
     def _cannot_listen(self, problem: str) -> None:
-        self._post.send({"type": "failed", "message": problem})
+        self._supervisor.send({"type": "failed", "message": problem})
         self._end(self._server.release)
 
     def _end_if_finished(self) -> None:
@@ -427,7 +427,9 @@ class EngineProcess:
         self._loop = new_loop(is_fast=False)
         handlers: Handlers = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
         self._requests = RequestCounters("").summary()  # always zero: the workers count the requests of clients
-        self._post = Post(start, self._loop, handlers, self._figures, self._server.pipe.stats, self._orphaned)
+        self._supervisor = SupervisorClient(
+            start, self._loop, handlers, self._figures, self._server.pipe.stats, self._orphaned
+        )
 
     def setup_choices(self) -> dict[str, list[str]]:
         """See ``pipe.setup_choices``."""
@@ -435,8 +437,8 @@ class EngineProcess:
 
     def serve(self) -> NoReturn:
         """Serve until the supervisor ends this process."""
-        self._post.run("")
-        self._post.end(True)
+        self._supervisor.serve("")
+        self._supervisor.send_end(True)
         end_process(self._server.pipe, self._server.close(CLOSE_SECONDS), 0)
 
     def _attach(self, descriptor: int) -> None:

@@ -498,7 +498,7 @@ def test_a_worker_answers_whatever_a_change_raises(type_: str) -> None:
         Worker._prepare(worker, 7, "a", base64.b64encode(pickle.dumps(Folder())).decode())
     else:
         Worker._commit(worker, 7)
-    ((message,), _) = worker._post.send.call_args
+    ((message,), _) = worker._supervisor.send.call_args
     assert (message["type"], message["change"]) == (type_, 7)
     assert message["problem"] == "RuntimeError: can't start new thread"
 
