@@ -111,9 +111,9 @@ def goodput(args: argparse.Namespace) -> Report:
         for number in range(args.rounds):
             for name, arrive in ARRIVALS.items():
                 for offered in OFFERED:
-                    dues = list(arrive(offered * CAPACITY, args.seconds, random.Random(number)))
+                    send_times = list(arrive(offered * CAPACITY, args.seconds, random.Random(number)))
                     for service, where in services.items():
-                        load, _ = _measured(where, dues, args.seconds)
+                        load, _ = _measured(where, send_times, args.seconds)
                         report.add(f"{service}, {name}, {{}} % of capacity", round(100 * offered), load)
             for service, where in services.items():
                 report.add(f"{service}, 50 %, {{}} %, 50 % of capacity", 200, _step(where, number))
@@ -142,7 +142,7 @@ def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Ite
         yield "Triton", Service(args.triton, "/v2/models/sleep/infer")
 
 
-def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[Load, Outcomes]:
+def _measured(service: Service, send_times: Sequence[float], seconds: float) -> tuple[Load, Outcomes]:
     """Send a request at each due time; return goodput, latency of answers in time, and wasted computation."""
     loop, free, outcomes = new_loop(), list[Streams](), Outcomes()
     times = [perf_counter()]
@@ -151,7 +151,7 @@ def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[
         times.append(perf_counter())
     lone = statistics.median(end - start for start, end in pairwise(times))
     before = service.computed() if service.computed else 0
-    loop.run_until_complete(_send(service, dues, DEADLINES * max(COMPUTE_S, lone), free, outcomes))
+    loop.run_until_complete(_send(service, send_times, DEADLINES * max(COMPUTE_S, lone), free, outcomes))
     loop.close()
     good, refused = outcomes.good, outcomes.refused
     more: dict[str, float] = {"left": outcomes.left, "refused": len(refused), "broken": outcomes.broken}
@@ -164,7 +164,7 @@ def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[
 
 
 async def _send(
-    service: Service, dues: Sequence[float], deadline: float, free: list[Streams], outcomes: Outcomes
+    service: Service, send_times: Sequence[float], deadline: float, free: list[Streams], outcomes: Outcomes
 ) -> None:
     rng, tasks = random.Random(0), []
     start = perf_counter() + 0.05
@@ -191,7 +191,7 @@ async def _send(
             due = perf_counter()
         outcomes.missed.append(offset)
 
-    for due in dues:
+    for due in send_times:
         if (wait := start + due - perf_counter()) > 0:
             await asyncio.sleep(wait)
         tasks.append(asyncio.create_task(request(due)))
@@ -216,13 +216,13 @@ async def _exchange(service: Service, free: list[Streams]) -> int:
 
 def _step(service: Service, number: int) -> Load:
     """Overload between two times of half the load; from when on at most 1 % are not answered in time after it."""
-    rng, dues, start = random.Random(number), [], 0.0
+    rng, send_times, start = random.Random(number), [], 0.0
     for offered, seconds in STEP:
-        dues += [start + due for due in poisson(offered * CAPACITY, seconds, rng)]
+        send_times += [start + due for due in poisson(offered * CAPACITY, seconds, rng)]
         start += seconds
-    load, outcomes = _measured(service, dues, start)
+    load, outcomes = _measured(service, send_times, start)
     normal = start - STEP[-1][1]
-    allowed = sum(1 for due in dues if due >= normal) // 100
+    allowed = sum(1 for due in send_times if due >= normal) // 100
     late = sorted((due - normal for due in outcomes.missed if due >= normal), reverse=True)
     load.more[NORMAL] = late[allowed] if len(late) > allowed else 0.0
     return load

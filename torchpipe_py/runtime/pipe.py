@@ -29,7 +29,7 @@ from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.interrupts import InterruptSafeExecutor
 from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.nodes.batching import BatchingNode
-from torchpipe_py.runtime.nodes.wiring import Due, Source
+from torchpipe_py.runtime.nodes.wiring import IsDue, Source
 from torchpipe_py.runtime.record.tracing import (
     DEFAULT_LIMIT,
     WANTED,
@@ -247,18 +247,18 @@ class pipe:
         return all(isinstance(runtime.nodes[owner], BatchingNode) for owner in entered)
 
     @contextmanager
-    def expecting(self, is_due: Due) -> Iterator[None]:
+    def expecting(self, is_due: IsDue) -> Iterator[None]:
         """A context in which batches wait for requests that are due before their ``batching_timeout`` ends.
 
         ``is_due(since, until)`` returns whether a request that has not arrived is due in that time, in seconds from
         now; it must not block.
         """
-        dues = self._runtime.dues
-        dues.append(is_due)
+        expected = self._runtime.expected
+        expected.append(is_due)
         try:
             yield
         finally:
-            dues.remove(is_due)
+            expected.remove(is_due)
 
     def arriving(self) -> AbstractContextManager[None]:
         """A context in which batches that have a timeout wait for the rest of a call, whose requests enter in turn."""

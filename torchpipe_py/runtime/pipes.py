@@ -25,7 +25,7 @@ from torchpipe_py.keys import TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY
 from torchpipe_py.metrics import summed
 from torchpipe_py.plan.config import DEFAULT_MAX_INFLIGHT
 from torchpipe_py.plan.folder import UNLOADED, Model, name_of, version_of
-from torchpipe_py.runtime.nodes.wiring import Due
+from torchpipe_py.runtime.nodes.wiring import IsDue
 from torchpipe_py.runtime.pipe import Data, Ticket, pipe, unknown_root, wanted_timelines
 from torchpipe_py.runtime.record.visits import Timeline
 
@@ -270,7 +270,7 @@ class Pipes:
             yield timelines
 
     @contextmanager
-    def expecting(self, is_due: Due) -> Iterator[None]:
+    def expecting(self, is_due: IsDue) -> Iterator[None]:
         """See ``pipe.expecting``; for the pipes of this moment."""
         with ExitStack() as stack:
             for run in self._members.pipes.values():

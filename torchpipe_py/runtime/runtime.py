@@ -44,7 +44,7 @@ from torchpipe_py.runtime.nodes.instance import THREAD_PREFIX, Instance, creator
 from torchpipe_py.runtime.nodes.node import Node
 from torchpipe_py.runtime.nodes.ordering import Order
 from torchpipe_py.runtime.nodes.single import DeferredNode, SingleNode
-from torchpipe_py.runtime.nodes.wiring import Around, Due, Source, Waiting, Wiring
+from torchpipe_py.runtime.nodes.wiring import Around, IsDue, Source, Waiting, Wiring
 from torchpipe_py.runtime.record.statistics import Recorder
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
 from torchpipe_py.runtime.routes import Enter, Routes
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 def _is_arriving(since: float, until: float) -> bool:
-    """Whether a request is due (see ``Due``) while a call of several enters."""
+    """Whether a request is due (see ``IsDue``) while a call of several enters."""
     return True
 
 
@@ -68,8 +68,8 @@ class Runtime:
     """Nodes, their threads, and the requests ``inflight``. ``nodes`` maps names to nodes once ``start`` returns.
 
     ``target`` limits how long requests wait, ``metrics`` are those of custom backends, ``recorders`` get what ran,
-    ``contexts`` wrap each ``forward`` of custom backends, and ``dues`` tell which requests will come; all may change
-    while the pipe runs.
+    ``contexts`` wrap each ``forward`` of custom backends, and ``expected`` tells which requests will come; all may
+    change while the pipe runs.
     """
 
     door: Door
@@ -83,7 +83,7 @@ class Runtime:
         self.recorders: list[Recorder] = []
         self.metrics = Metrics()
         self.contexts: list[Around] = []
-        self.dues: list[Due] = []
+        self.expected: list[IsDue] = []
         self._waiting: set[Waiting] = set()
         self.target = QueueTarget()
         self.is_left = False  # the pipe has stopped waiting for a backend that does not return
@@ -185,7 +185,7 @@ class Runtime:
                     upstream=tuple(nodes[name] for name in graph.order if name in above[owner]),
                     both_ways={nodes[name] for name in around[owner]},
                     waiting=self._waiting,
-                    dues=self.dues,
+                    expected=self.expected,
                     order=order,
                     target=self.target,
                     path_compute=partial(longest_compute, [paths[root] for root in roots if root in paths]),
@@ -352,11 +352,11 @@ class Runtime:
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """A context in which batches that have a timeout wait for the rest of a call, whose requests enter in turn."""
-        self.dues.append(_is_arriving)
+        self.expected.append(_is_arriving)
         try:
             yield
         finally:
-            self.dues.remove(_is_arriving)
+            self.expected.remove(_is_arriving)
             for node in list(self._waiting):
                 node.wake_leader()
 

@@ -594,7 +594,7 @@ def test_limit_is_where_the_p99_crosses_the_slo(p99s: tuple[float, ...], limit: 
 
 def test_each_open_loop_has_other_arrivals_at_the_same_rate() -> None:
     goal = Goal(0.02, None, [float(number**1.1) for number in range(200)], 1.0)
-    one, two = goal.dues(20.0, 0), goal.dues(20.0, 1)
+    one, two = goal.send_times(20.0, 0), goal.send_times(20.0, 1)
     assert one != two
     assert one[0] == two[0] == 0
     assert [one[-1], two[-1]] == pytest.approx([19 / 20] * 2)
@@ -642,8 +642,8 @@ def test_figure_at_a_rate_is_the_inverse_of_the_p99(latency: float, figure: floa
         def __init__(self) -> None:
             """Starts nothing."""
 
-        def open_loop(self, candidate: Candidate, dues: Sequence[float], grace_s: float) -> list[float]:
-            return [latency] * len(dues)
+        def open_loop(self, candidate: Candidate, send_times: Sequence[float], grace_s: float) -> list[float]:
+            return [latency] * len(send_times)
 
     loops = Loops(OpenLoops(), Goal(0.02, 49.0, MOST.times, 1.0), 1, 1.0)
     assert loops.figure(BASE, 0) == pytest.approx(figure, rel=0.03)

@@ -199,10 +199,10 @@ class BatchingNode(Node):
                     return True
             elif any(instance.busy for instance in self.instances):
                 return True  # through a logical node, a request may visit twice
-        if not self._wiring.dues:
+        if not self._wiring.expected:
             return False
         left = self._batches.oldest() + self._timeout - perf_counter()
-        return any(is_due(-self._timeout, left) for is_due in list(self._wiring.dues))
+        return any(is_due(-self._timeout, left) for is_due in list(self._wiring.expected))
 
     def _closes_before(self, other: Loaded) -> bool:
         """Whether all requests at the other node also wait, and for less time.

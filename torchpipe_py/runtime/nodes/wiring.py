@@ -18,7 +18,7 @@ Fail = Callable[[Request, BaseException], object]
 Around = Callable[[Sequence[Request], float, Callable[[], Any]], Any]
 """``around(requests, started, run)`` calls ``run``, which runs a backend, in a context that belongs to the requests."""
 
-Due = Callable[[float, float], bool]
+IsDue = Callable[[float, float], bool]
 """``is_due(since, until)``: whether a request that has not arrived is due in that time, in seconds from now."""
 
 
@@ -60,8 +60,8 @@ class Wiring:
     completes a request with an error. ``upstream`` holds the nodes from which a request can still reach this one,
     perhaps itself, and ``both_ways`` the other nodes that are both before and after this one, at any distance.
     ``waiting``, shared by the nodes of a pipe, holds nodes whose leader waits to fill a batch: an instance that has
-    delivered its batch wakes the leaders that no request can reach any more. ``dues``, shared too, tells which requests
-    are due from outside.
+    delivered its batch wakes the leaders that no request can reach any more. ``expected``, shared too, tells which
+    requests are due from outside.
 
     With ``order``, requests enter by ``order.put``. ``target`` limits how long requests wait, and
     ``path_compute(now)`` is the expected compute time of their path, in seconds. With ``source``, the leader fetches
@@ -74,7 +74,7 @@ class Wiring:
     upstream: Sequence[Loaded] = ()
     both_ways: Collection[Loaded] = ()
     waiting: set[Waiting] = field(default_factory=set)
-    dues: Sequence[Due] = ()
+    expected: Sequence[IsDue] = ()
     order: Order | None = None
     target: QueueTarget = field(default_factory=QueueTarget)
     path_compute: Callable[[float], float] = float

@@ -61,23 +61,23 @@ def closed_loop(
 
 
 def open_loop(
-    run: pipe, images: Sequence[bytes], dues: Sequence[tuple[int, float]], start: float, grace_s: float
+    run: pipe, images: Sequence[bytes], schedule: Sequence[tuple[int, float]], start: float, grace_s: float
 ) -> list[float]:
-    """Send image ``number`` at ``start + due``; returns seconds since each was due, infinite without a result.
+    """Send image ``number`` at ``start + due``, for each of ``schedule``; returns seconds since each was due.
 
-    A result counts until ``grace_s`` seconds after the last one was due.
+    They are infinite without a result. A result counts until ``grace_s`` seconds after the last one was due.
     """
-    latencies, done = [inf] * len(dues), SimpleQueue[bool]()
+    latencies, done = [inf] * len(schedule), SimpleQueue[bool]()
 
     def on_done(index: int, why: str) -> None:
         if not why:
-            latencies[index] = perf_counter() - start - dues[index][1]
+            latencies[index] = perf_counter() - start - schedule[index][1]
         done.put(True)
 
-    for index, (number, due) in enumerate(dues):
+    for index, (number, due) in enumerate(schedule):
         sleep(max(0.0, start + due - perf_counter()))
         _send(run, images, number, partial(on_done, index))
-    left, until = len(dues), perf_counter() + grace_s
+    left, until = len(schedule), perf_counter() + grace_s
     while left and _next(done, until):
         left -= 1
     counted, until = list(latencies), until + WAIT_S

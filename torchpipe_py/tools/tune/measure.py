@@ -91,7 +91,7 @@ class Goal:
         slo = min(longest, slo or max(USUAL_SLO_S, USUAL_SLO_LONE_TIMES * lone))
         return cls(slo, rate, repeated(times, MOST_ARRIVALS), min(most, max(least, seconds, LEAST_SLOS * slo)))
 
-    def dues(self, rate: float, number: int = 0) -> list[float]:
+    def send_times(self, rate: float, number: int = 0) -> list[float]:
         """The times at which the calls of an open loop at ``rate`` are due.
 
         Loops of another ``number`` have another part of the schedule, each at the same rate.
@@ -179,13 +179,13 @@ class Service:
             raise ToolError(f"nothing was answered within {seconds:g} s{failed and ': '}{failed}")
         return counted / (0.9 * seconds)
 
-    def open_loop(self, candidate: Candidate, dues: Sequence[float], grace_s: float) -> list[float]:
+    def open_loop(self, candidate: Candidate, send_times: Sequence[float], grace_s: float) -> list[float]:
         """Latencies in seconds; workers take turns. It ends ``grace_s`` seconds after the last request."""
-        slot, workers, numbered = self._slot_of(candidate), candidate.workers, list(enumerate(dues))
+        slot, workers, numbered = self._slot_of(candidate), candidate.workers, list(enumerate(send_times))
         start = perf_counter() + HEAD_START_S
         shares = [(slot, numbered[worker::workers], start, grace_s) for worker in range(workers)]
         calls = [(worker, "open_loop", share) for worker, share in enumerate(shares)]
-        return [latency for each in self._team.call(calls, dues[-1] + grace_s + LATE_S) for latency in each]
+        return [latency for each in self._team.call(calls, send_times[-1] + grace_s + LATE_S) for latency in each]
 
     def busy(self, candidate: Candidate) -> dict[str, float]:
         """Milliseconds that each node has computed so far, in a worker or else in an engine process."""
@@ -269,11 +269,11 @@ class Loops:
         if rate is None:
             return self._service.closed_loop(candidate, self._clients, self._seconds)
         # If over 1 % have no answer, the length of the loop stands for the p99.
-        return 1 / min(self._goal.dues(rate)[-1] + self._goal.slo, self.point(candidate, rate, number).p99)
+        return 1 / min(self._goal.send_times(rate)[-1] + self._goal.slo, self.point(candidate, rate, number).p99)
 
     def point(self, candidate: Candidate, rate: float, number: int) -> Point:
         """``Measurer.point``."""
-        latencies = self._service.open_loop(candidate, self._goal.dues(rate, number), 2 * self._goal.slo + 0.2)
+        latencies = self._service.open_loop(candidate, self._goal.send_times(rate, number), 2 * self._goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 
