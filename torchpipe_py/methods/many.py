@@ -37,7 +37,7 @@ class FairAdmission:
     def __init__(self, run: pipe) -> None:
         self.pipe = run
         self._places = self._most = self._room = self._free = 0
-        self._calls: deque[Batch] = deque()
+        self._calls: deque[ManyCall] = deque()
         self._lock = threading.Lock()
         self._thread = threading.local()
         self._fit()
@@ -55,12 +55,12 @@ class FairAdmission:
 
     def gather(
         self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
-    ) -> Batch:
+    ) -> ManyCall:
         """Let the images enter; ``done`` receives all outcomes, in order, on the thread of the last.
 
         Images that find no room end with ``Overloaded``.
         """
-        call = Batch(self, items, timeout, outcome, done)
+        call = ManyCall(self, items, timeout, outcome, done)
         if not items:
             done([])
             return call
@@ -83,7 +83,7 @@ class FairAdmission:
         self, given: Sequence[Given], enter: Callable[[Given], tuple[Root, Data]], timeout: float | None,
         answer: Callable[[Root, Data], Any], refuse: Callable[[BaseException], Any], budget: ReplyBudget,
         done: Callable[[list[Any]], object],
-    ) -> Batch:  # fmt: skip
+    ) -> ManyCall:  # fmt: skip
         """Like ``gather``, for requests that fail one by one, also before they enter.
 
         ``enter`` makes root and dict of what is given, and may raise a ``TorchpipeError``. ``answer`` makes the
@@ -118,7 +118,7 @@ class FairAdmission:
 
         return self.gather(items, timeout, outcome, finish)
 
-    def leave(self, call: Batch) -> range:
+    def leave(self, call: ManyCall) -> range:
         """Stop the call's images from entering; returns those that waited."""
         with self._lock:
             waiting = range(call.entered, call.waiting)
@@ -152,7 +152,7 @@ class FairAdmission:
         if interrupt is not None:
             raise interrupt
 
-    def _next(self) -> tuple[Batch, int] | None:
+    def _next(self) -> tuple[ManyCall, int] | None:
         with self._lock:
             if self._free <= 0 or not self._calls:
                 return None
@@ -166,8 +166,8 @@ class FairAdmission:
             return call, index
 
 
-class Batch(Cancellable):
-    """The images of one call and their outcomes. ``deadline`` is in seconds of ``perf_counter``.
+class ManyCall(Cancellable):
+    """A call of many images, and their outcomes. ``deadline`` is in seconds of ``perf_counter``.
 
     ``entered`` and ``waiting``: the images before the first are in the pipe or finished, those before the second wait.
     """
