@@ -25,7 +25,7 @@ from torchpipe_py.errors import ConfigError
 from torchpipe_py.files import read_bytes
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.config import Tables, parse_toml, used_backends
-from torchpipe_py.plan.files import file_hash, files_of
+from torchpipe_py.plan.files import file_hash, files_of, paths_beside
 from torchpipe_py.registry import ENTRY_POINT_GROUP
 
 SCHEMA = 2
@@ -110,7 +110,7 @@ def described(pipeline: Pipeline, path: str, sha256: str, code: Iterable[str]) -
         if each.key is None or each.attribute == "key_file":
             continue
         written = _as_written(pipeline.plans[each.node].spec.params[each.key], each.path, folder)
-        for name in (written, *(os.path.join(os.path.dirname(written), weights) for weights in each.weights)):
+        for name in (written, *paths_beside(written, each.weights)):
             files[each.node, each.key, name] = file_hash(_located(name, folder))
     return {
         "path": path,

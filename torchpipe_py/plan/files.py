@@ -46,7 +46,7 @@ class PlanFile(NamedTuple):
 
     def beside(self) -> list[str]:
         """The paths of the weights."""
-        return _beside(self.path, self.weights)
+        return paths_beside(self.path, self.weights)
 
 
 def files_of(pipeline: Pipeline) -> Iterator[PlanFile]:
@@ -68,10 +68,11 @@ def paths_named(tables: Mapping[str, Any]) -> Iterator[str]:
         for value in node.params.values() if node.shared else ():
             for name in re.split(r"[|&]", value) if isinstance(value, str) else ():
                 for path in (name.strip(), os.path.join(folder, name.strip())) if name.strip() else ():
-                    yield from (path, *_beside(path, weights_of(path)))
+                    yield from (path, *paths_beside(path, weights_of(path)))
 
 
-def _beside(path: str, names: Iterable[str]) -> list[str]:
+def paths_beside(path: str, names: Iterable[str]) -> list[str]:
+    """The paths of files with these names, such as a model's ``weights_of``, in the folder of ``path``."""
     return [os.path.join(os.path.dirname(path), name) for name in names]
 
 
