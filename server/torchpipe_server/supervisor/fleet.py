@@ -439,6 +439,9 @@ class Fleet:
                 self._apply(change, outcome)
 
         call_aside(self._loop, "torchpipe-reload", read, apply)
+        if seconds := self._options.start_seconds:
+            late = ConfigError(f"its files are not read after {seconds:g} s (--start-seconds)")
+            self._loop.call_later(seconds, apply, late)
 
     def _apply(self, change: Change, read: Configuration | Exception) -> None:
         """Begin to change the workers, or to start their successors, by the configuration that was read."""

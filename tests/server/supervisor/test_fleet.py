@@ -242,6 +242,22 @@ def test_what_is_read_after_a_reload_or_a_stop_is_dropped(
         assert [slot.tables for slot in starts] == [{"global": {}}]
 
 
+def test_files_that_are_never_read_end_the_change_in_time(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, answers = fleets.make({}, workers=1, start_seconds=5.0), list[str]()
+    fleet.has_begun = True
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "call_aside", lambda *_: None)
+        fleet.change(dict, answers.append)
+        fleets.loop.advance(4.9)
+    fleet.change(lambda: {"global": {}}, answers.append)
+    assert (answers, fleets.starts) == ([], [])
+    fleets.loop.advance(0.2)
+    assert answers == ["its files are not read after 5 s (--start-seconds)"]
+    assert [slot.tables for slot, _ in fleets.starts] == [{"global": {}}], "the next change begins"
+    fleets.loop.advance(5.0)
+    assert len(answers) == 1, "it is no longer late once its files are read"
+
+
 @pytest.mark.parametrize("how", ["refused", "reload"])
 def test_workers_are_replaced_once_if_they_may_serve_different_models(fleets: Fleets, how: str) -> None:
     """One worker serves the new model; the other one refuses, or a reload comes between."""
