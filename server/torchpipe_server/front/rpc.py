@@ -177,9 +177,9 @@ class RpcServer:
             return
         server = grpc.aio.server(options=grpc_settings(self.options))
         server.add_generic_rpc_handlers((self,))
-        # NOTE: grpc passes on the calls of a registered method from a queue of its own, all others from one, some rounds
-        # of the loop apart. So health checks do not wait for inference, nor the reverse. Each further registered method
-        # would slow all calls down. Before grpcio 1.84 this does nothing.
+        # NOTE: grpc passes on the calls of a registered method from a queue of its own, all others from one, some
+        # rounds of the loop apart. So health checks do not wait for inference, nor the reverse. Each further registered
+        # method would slow all calls down. Before grpcio 1.84 this does nothing.
         for path, handler in self._handlers.items():
             service, _, name = path[1:].rpartition("/")
             if name == "ModelInfer":
