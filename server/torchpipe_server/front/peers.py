@@ -29,11 +29,12 @@ class Peer:
 
     ``partial_bytes`` estimates what grpc holds of messages that were not read, as they are not whole or wait for their
     turn; ``partial_since`` is when that became notable, 0 if it is not. ``paced_until`` belongs to `RefusalPacing`.
-    ``room`` is for requests of its streams.
+    ``calls`` counts those that were admitted, ``room`` is for requests of its streams.
     """
 
     address: tuple[str, int]
     room: asyncio.Semaphore
+    calls: int = 0
     paced_until: float = 0.0
     partial_bytes: int = 0
     partial_since: float = 0.0

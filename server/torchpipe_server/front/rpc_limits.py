@@ -19,6 +19,7 @@ SILENT_SECONDS = 0.1  # a call without a message may be replaced by a newcomer a
 LOOK_SECONDS, FASTEST_BYTES = 0.02, 4 * 2**30  # shortest time between two looks; what may arrive in a second
 HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
 HEALTH_CALLS = 64  # that are admitted beyond the limit
+NEWCOMERS = 16  # beyond the limit, so many times fewer connections without a call may have one
 PENDING_CALLS = 4  # for each that is admitted, until they are taken and admitted or refused
 PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which may have vanished
 CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
@@ -47,7 +48,8 @@ class RpcLimits:
 
     Each limit, and what enforces it:
 
-    - calls at a time (``max_connections``, half of them watches): ``enter``, which replaces a silent call;
+    - calls at a time (``max_connections``, half of them watches): ``enter``, which replaces a silent call, and has
+      room beyond the limit for health checks, and for a call of each of some connections that have none;
     - connections (``max_connections``): ``enforce``, which disconnects idle ones;
     - calls of one connection (``max_calls_per_connection``): grpc; requests of its streams: ``Peer.room``;
     - bytes of messages and answers (``max_held_bytes``): ``check_room`` for those that were read, and ``_bound_memory``
@@ -73,10 +75,12 @@ class RpcLimits:
 
     def enter(self, call: LimitedCall, client: str) -> None:
         """Admit a call of this client, which takes room until ``leave``, or raise ``Overloaded``."""
-        most = self._options.max_connections
+        most, peer = self._options.max_connections, self._peers.of(client)
         is_full = len(self.calls) >= most and not self._replace_silent()
         if is_full and call.rpc.path.rpartition("/")[2] in HEALTH:
             is_full = len(self.calls) >= most + HEALTH_CALLS
+        elif is_full and not peer.calls:
+            is_full = len(self.calls) >= most + most // NEWCOMERS
         if call.rpc.is_watch:
             # NOTE: a watch lasts as long as its client likes; half of the room is kept for other calls.
             is_full |= 2 * sum(other.rpc.is_watch for other in self.calls) >= most
@@ -84,14 +88,15 @@ class RpcLimits:
             text = f"more than {counted(most, 'call')} at a time, or half of them watches (--max-connections)"
             raise Overloaded(text, retry_after_ms=1000)
         self.calls.add(call)
-        call.peer = self._peers.of(client)
+        call.peer = peer
+        peer.calls += 1
 
     def _replace_silent(self) -> bool:
         """Give the room of the call that has waited longest for its message to a newcomer, if there is one."""
         call, reading = next(iter(self.reading.items()), (None, None))
         if call is None or reading is None or monotonic() < reading.since + SILENT_SECONDS:
             return False
-        self.calls.discard(call)
+        self._free(call)
         most = counted(self._options.max_connections, "call")
         text = f"sent no message while there were {most} (--max-connections): replaced by a newcomer"
         self._refuse(call, Overloaded(text, retry_after_ms=1000))
@@ -99,8 +104,13 @@ class RpcLimits:
 
     def leave(self, call: LimitedCall) -> None:
         """Free the room of a call that has ended."""
-        self.calls.discard(call)
+        self._free(call)
         self.reading.pop(call, None)
+
+    def _free(self, call: LimitedCall) -> None:
+        if call in self.calls and call.peer is not None:
+            self.calls.remove(call)
+            call.peer.calls -= 1
 
     def begin_reading(self, call: LimitedCall, cancel: Callable[[], object]) -> None:
         """Record that the call waits for its next message, until ``end_reading``.

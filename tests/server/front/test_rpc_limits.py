@@ -10,13 +10,20 @@ from kit.virtual_loop import VirtualLoop
 from torchpipe_server.front import rpc_limits
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.peers import Peer, Peers, Seen
-from torchpipe_server.front.rpc_limits import HEALTH_CALLS, LOOK_SECONDS, SILENT_SECONDS, TICK_SECONDS, RpcLimits
+from torchpipe_server.front.rpc_limits import (
+    HEALTH_CALLS,
+    LOOK_SECONDS,
+    NEWCOMERS,
+    SILENT_SECONDS,
+    TICK_SECONDS,
+    RpcLimits,
+)
 from torchpipe_server.options import Options
 
 from torchpipe_py import DeadlineExceeded, Overloaded
 from torchpipe_py.serving import Method, Rpc
 
-MOST, SECONDS = 8, 10.0
+MOST, SECONDS = 32, 10.0
 
 
 class FakeCall:
@@ -69,9 +76,9 @@ class Front:
             self.limits.begin_reading(call, call.cancel)
         return call
 
-    def is_full(self, call: FakeCall) -> bool:
+    def is_full(self, call: FakeCall, port: int = 1) -> bool:
         try:
-            self.enter(call)
+            self.enter(call, port)
         except Overloaded:
             return True
         return False
@@ -93,6 +100,26 @@ def test_calls_beyond_the_room_are_refused_until_one_leaves(front: Front) -> Non
     for call in [*calls, *(call for call in front.limits.calls if call not in calls)][: HEALTH_CALLS + 1]:
         front.limits.leave(call)
     assert not front.is_full(FakeCall())
+
+
+def test_a_connection_without_a_call_finds_room_beside_one_that_has_all(front: Front) -> None:
+    for _ in range(MOST):
+        front.enter(FakeCall())
+    ports = range(2, 2 + MOST // NEWCOMERS)
+    for port in ports:
+        assert not front.is_full(FakeCall(), port)
+        assert front.is_full(FakeCall(), port), "it has a call"
+    assert front.is_full(FakeCall(), ports.stop), "that room is taken, too"
+
+
+def test_a_replaced_call_frees_its_room_once(front: Front) -> None:
+    first, *_ = [front.enter(FakeCall(), port=port, is_read=False) for port in range(1, MOST + 1)]
+    front.loop.advance(SILENT_SECONDS)
+    front.enter(FakeCall(), port=MOST + 1)
+    front.limits.leave(first)
+    assert len(front.limits.calls) == MOST
+    assert first.peer is not None
+    assert first.peer.calls == 0
 
 
 def test_watches_take_half_of_the_room(front: Front) -> None:
