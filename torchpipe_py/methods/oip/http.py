@@ -219,9 +219,10 @@ def encoded_answer(
         else:
             form["data"] = output.to_json(reply, SMALLER)
         described.append(form)
-    whole: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
+    whole: dict[str, Any] = {"model_name": model, "model_version": version}
     if request.id is not None:
         whole["id"] = request.id
+    whole["outputs"] = described
     text = msgspec.json.encode(whole)
     size = len(text) + sum(map(len, binary))
     if size > reply.bytes:
