@@ -37,16 +37,17 @@ from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.images import Pictures, Source
 from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.compare_models.tolerance import read_tolerance
-from torchpipe_py.tools.compile import compile_config
 from torchpipe_py.tools.compile import report as text
-from torchpipe_py.tools.compile.changes import Chooser
+from torchpipe_py.tools.compile.changes import Chooser, Outcome
+from torchpipe_py.tools.compile.command import compiled
 from torchpipe_py.tools.compile.losses import Halves, Losses, is_within
 from torchpipe_py.tools.options import at_least, output_file
 from torchpipe_py.tools.report import aligned, write_json
 from torchpipe_py.tools.tune import report as tuned
 from torchpipe_py.tools.tune.candidates import Candidate, as_served, shapes_of
-from torchpipe_py.tools.tune.engine import Bench
+from torchpipe_py.tools.tune.engine import Bench, Wanted
 from torchpipe_py.tools.tune.measure import Goal, Point, Profile
+from torchpipe_py.tools.tune.report import Report
 from torchpipe_py.tools.tune.search import Budget
 
 DEMO = REPOSITORY / "configs" / "demo"
@@ -290,19 +291,22 @@ def compile_all(folder: Path, budget: float, is_busy: bool, cases: Sequence[str]
         (here / "file.toml").write_text(file, encoding="utf-8")
         write_model(toml, here)
         try:
-            report = compile_config(
-                here / "file.toml", here / "pictures", tolerance, here / "file.compiled.toml", budget=budget
-            )
+            report = compiled(
+                str(here / "file.toml"), str(here / "pictures"), read_tolerance(tolerance),
+                here / "file.compiled.toml", Wanted(budget=budget),
+            )  # fmt: skip
         except TorchpipeError as error:
             rows.append((name, "-", "-", "-", str(error)))
             continue
-        reports[name] = report
+        reports[name] = report.to_json()
         progress("\n".join([name, *text.lines_of(report), text.verdict_line(report)]))
-        used = ", ".join(change["name"] for change in report["changes"] if change["outcome"] == "used")
-        settings = report["best"] and report["best"]["processes"]
-        gain, (low, high) = report["gain"], report["gain_interval"]
-        between = f"{low or 0:.2f} to {high or math.inf:.2f}"
-        rows.append((name, f"{gain or math.nan:.2f}", between, text.loss_text(report["loss"]), f"{used}; {settings}"))
+        used = ", ".join(change.name for change in report.changes if change.outcome is Outcome.USED)
+        search, (low, high) = report.search, report.search.gain_interval
+        settings = search.best and search.best.processes
+        between = f"{low:.2f} to {high:.2f}"
+        rows.append(
+            (name, f"{search.gain or math.nan:.2f}", between, text.loss_text(report.loss), f"{used}; {settings}")
+        )
     print("\n".join(aligned(rows, ("case", "gain", "95 % interval", "lost (95 % interval, allowed)", "by"))))
     return reports
 
@@ -400,7 +404,8 @@ def _bench(tables: Tables) -> Bench:
     known = Profile(as_served(shapes[0], 2, False), 2, False, 0.001, 100.0, 4, 0.3)
     goal = Goal(0.02, None, [0.0, 1.0], 1.0)
     service: Any = NoService()
-    return Bench(shapes, {}, service, known, goal, MadeUp(), clock, {}, [])  # type: ignore[arg-type]
+    report = Report(tables.source, None, None, slo_given=False)
+    return Bench(shapes, {}, service, known, goal, MadeUp(), clock, report, [])  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str]) -> int:

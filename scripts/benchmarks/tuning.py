@@ -20,8 +20,9 @@ from torchpipe_py.registry import import_all
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times
 from torchpipe_py.tools.report import write_json
 from torchpipe_py.tools.statistics import mean_interval
-from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.candidates import Candidate, copied, knobs_of, shapes_of
+from torchpipe_py.tools.tune.command import find_settings
+from torchpipe_py.tools.tune.engine import Wanted
 from torchpipe_py.tools.tune.measure import Goal, Loops, Point, Service
 from torchpipe_py.tools.tune.report import lines_of
 from torchpipe_py.tools.tune.search import Trial
@@ -111,11 +112,16 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
                     paces[phase] = answers()
                     paused += monotonic()
 
-            result = tune(config, images, imports=imports, budget=args.budget, progress=on_progress)
-            progress("\n".join(lines_of(result)))
-            if not result["best"]:
-                raise RuntimeError(result["verdict"])
-            done |= {"result": result, "pace": statistics.median(paces.values()), "took": monotonic() - began - paused}
+            wanted = Wanted(imports=imports, budget=args.budget, progress=on_progress)
+            found = find_settings(config, images, wanted, allow_pixels=False)
+            progress("\n".join(lines_of(found)))
+            if not found.best:
+                raise RuntimeError(found.verdict)
+            done |= {
+                "result": found.to_json(),
+                "pace": statistics.median(paces.values()),
+                "took": monotonic() - began - paused,
+            }
             save()
         result, usual, rates, turns = done["result"], done["pace"], done["rates"], done["turns"]
         best, slo = result["best"], result["slo_p99"]

@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -28,12 +29,14 @@ from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
 from torchpipe_py.tools.compile import command, compile_config
 from torchpipe_py.tools.compile.changes import Change, Chooser
-from torchpipe_py.tools.compile.losses import Losses, least_pictures
+from torchpipe_py.tools.compile.losses import Halves, Losses, least_pictures
+from torchpipe_py.tools.compile.report import CompileReport
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.candidates import Candidate, as_served, shapes_of
 from torchpipe_py.tools.tune.engine import Wanted
 from torchpipe_py.tools.tune.measure import Profile
 from torchpipe_py.tools.tune.pixels import Alternative, shapes_with
+from torchpipe_py.tools.tune.report import Report
 from torchpipe_py.tools.tune.search import Budget
 
 DEMO = Path(__file__).resolve().parents[3] / "configs" / "demo"
@@ -65,9 +68,13 @@ def measuring(speeds: dict[str, float], patch: pytest.MonkeyPatch) -> None:
     use_measurer(FakeMeasurer(speed), known, patch)
 
 
+class Certified(NamedTuple):
+    folder: Path
+    report: CompileReport
+
+
 @pytest.fixture(scope="module")
-def certified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a compiled classifier in int8, ``c.toml``, and all that belongs to it; as it was made."""
+def of_certified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Certified]:
     folder = tmp_path_factory.mktemp("certified")
     for name in ("model.onnx", "labels.txt"):
         shutil.copy(DEMO / name, folder)
@@ -75,10 +82,22 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         measuring({"int8": 2.0, AT_LEAST: 1.5}, patch)
-        report = compile_config("own.toml", DEMO / "images", "top1=0.7", "c.toml", slo_p99=0.02, budget=600)
-        assert (report["verdict"], report["failed"], report["certified"]) == ("better", "", True)
-        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
-        yield folder
+        wanted, limits = Wanted(slo_p99=0.02, budget=600), read_tolerance("top1=0.7")
+        report = command.compiled("own.toml", str(DEMO / "images"), limits, Path("c.toml"), wanted)
+        assert (report.search.verdict, report.search.failed, report.certified) == ("better", "", True)
+        yield Certified(folder, report)
+
+
+@pytest.fixture
+def certified(of_certified: Certified) -> Path:
+    """A folder with a compiled classifier in int8, ``c.toml``, and all that belongs to it; as it was made."""
+    return of_certified.folder
+
+
+@pytest.fixture
+def report(of_certified: Certified) -> CompileReport:
+    """The report of its compilation, as if nothing were written."""
+    return replace(of_certified.report, written=[])
 
 
 @pytest.fixture
@@ -127,11 +146,11 @@ def test_refuses_the_fastest_change_if_it_loses_too_much(
     assert "<h2>Changes</h2>" in (pixels / "p.compiled.certificate.html").read_text(encoding="utf-8")
 
 
-def test_combines_changes_that_gain_together(certified: Path) -> None:
-    report = json.loads((certified / "report.json").read_text(encoding="utf-8"))
-    assert {name for name, outcome in outcomes(report).items() if outcome == "used"} == {"int8", AT_LEAST}
-    assert report["gain"] == pytest.approx(3.0)
-    assert outcomes(report)[NEAREST] == "allowed, not used"  # it gains nothing
+def test_combines_changes_that_gain_together(report: CompileReport) -> None:
+    found = outcomes(report.to_json())
+    assert {name for name, outcome in found.items() if outcome == "used"} == {"int8", AT_LEAST}
+    assert report.search.gain == pytest.approx(3.0)
+    assert found[NEAREST] == "allowed, not used"  # it gains nothing
 
 
 def test_int8_model_lies_beside_the_compiled_file(copy: Path) -> None:
@@ -202,8 +221,9 @@ def test_phases_share_what_the_profile_leaves() -> None:
     clock = Budget(100.0, None, lambda: now[0])
     bench: Any = SimpleNamespace(clock=clock, known=SimpleNamespace(answers=1e6))
     now[0] = 60.0  # an engine was built
-    halves: Any = None
-    command._Compilation(Tables(), read_tolerance("top1=0.5"), halves, Path(), {})._share_out(bench)
+    halves = Halves("", (), ())
+    report = CompileReport(Report("c.toml", None, None, slo_given=False), read_tolerance("top1=0.5"), halves, [])
+    command._Compilation(Tables(), Path(), report)._share_out(bench)
     left = [clock.left(phase) for phase in (*command.ENDS, "certify")]
     assert left == pytest.approx([*(end * 25.0 for end in command.ENDS.values()), 40.0])
 
@@ -251,17 +271,18 @@ def test_toml_file_is_written_last(pixels: Path, monkeypatch: pytest.MonkeyPatch
         read_certified("out.certificate.json", "out.toml")
 
 
-def test_files_are_replaced_not_written_over(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_not_written_over(
+    copy: Path, of_certified: Certified, report: CompileReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever has opened one reads it to its end."""
-    report = json.loads((copy / "report.json").read_text(encoding="utf-8"))
-    written = [Path(name) for name in report["written"]]
+    written = [Path(name) for name in of_certified.report.written]
     before = [(path.stat().st_ino, path.open("rb")) for path in written]
     tables = parse_toml("c.toml")
     made = copy / "torchpipe-compile-x" / "n.int8.onnx"
     made.parent.mkdir()
     shutil.copy(int8_model(), made)
     tables["n"]["model"] = str(made)
-    command._write({**report, "written": []}, tables, Path("c.toml"), Wanted(budget=1.0), made.parent)
+    command._write(report, tables, Path("c.toml"), Wanted(budget=1.0), made.parent)
     model, *others = zip(written, before, strict=True)
     assert model[0].stat().st_ino == model[1][0], "the same model need not be written again"
     for path, (inode, file) in others:
@@ -271,14 +292,13 @@ def test_files_are_replaced_not_written_over(copy: Path, monkeypatch: pytest.Mon
         file.close()
 
 
-def test_model_that_this_run_has_not_made_is_not_copied(copy: Path) -> None:
-    report = json.loads((copy / "report.json").read_text(encoding="utf-8")) | {"written": []}
+def test_model_that_this_run_has_not_made_is_not_copied(copy: Path, report: CompileReport) -> None:
     own, tables = copy / "torchpipe-compile-mine" / "n.int8.onnx", parse_toml("c.toml")
     own.parent.mkdir()
     shutil.copy(int8_model(), own)
     tables["n"]["model"] = str(own)
     command._write(report, tables, Path("c.toml"), Wanted(budget=1.0), copy / "torchpipe-compile-run")
-    assert report["written"] == ["c.toml", "c.certificate.json", "c.certificate.html"]
+    assert report.written == ["c.toml", "c.certificate.json", "c.certificate.html"]
     assert parse_toml("c.toml")["n"]["model"] == str(own)
 
 
@@ -455,7 +475,7 @@ def test_least_number_of_pictures_is_what_a_perfect_file_needs() -> None:
 
 
 def test_file_in_another_folder_may_have_custom_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(
+    (tmp_path / "only_here.py").write_text(
         "from torchpipe_py import Backend, register_backend\n\n\n@register_backend\nclass OnlyHere(Backend):\n"
         "    def forward(self, items):\n        pass\n"
     )
@@ -463,4 +483,4 @@ def test_file_in_another_folder_may_have_custom_backends(tmp_path: Path, monkeyp
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with default.restored(), pytest.raises(ToolError, match=r"tolerance|picture|image"):
-        compile_config("c.toml", ".", "top1=0.9", "elsewhere/out.toml", imports=["own.py"])
+        compile_config("c.toml", ".", "top1=0.9", "elsewhere/out.toml", imports=["only_here.py"])

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from torchpipe_py.tools.tune.candidates import (
 )
 from torchpipe_py.tools.tune.measure import NEVER_S, WARM_UP_CLIENTS, Goal, Loops, Point, Profile, Service, profile
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, alternatives_of, parity_of, with_alternative
-from torchpipe_py.tools.tune.report import completed, new_report, rows_of, verdict_line
+from torchpipe_py.tools.tune.report import Report, lines_of, rows_of, verdict_line
 from torchpipe_py.tools.tune.search import Trial, best_first, halve, search
 from torchpipe_py.tools.tune.verify import judge, limit_of, verify
 
@@ -765,34 +766,50 @@ def test_pipe_over_the_gpu_memory_is_refused(start: Start) -> None:
 # --- the report
 
 
-def report_of(**changes: Any) -> dict[str, Any]:
-    return {**new_report("x.toml", 0.02, None), **changes}
+def report_of(*trials: Trial) -> Report:
+    report = Report("x.toml", 0.02, None, slo_given=True)
+    report.complete(trials)
+    return report
 
 
 def test_open_verdict_gives_a_reason() -> None:
-    report = report_of(verdict="cannot tell", gain=1.4, gain_interval=(0.4, 5.0))
+    report = replace(report_of(), verdict="cannot tell", gain=1.4, gain_interval=(0.4, 5.0))
     between = "cannot tell: measurements vary too much (95 % interval of the gain: 0.40 to 5.00)"
     assert verdict_line(report).startswith(between)
-    assert verdict_line(report | {"failed": "it died"}) == "cannot tell: it died"
-    assert verdict_line(report | {"other_programs": 0.4}).startswith(
+    assert verdict_line(replace(report, failed="it died")) == "cannot tell: it died"
+    assert verdict_line(replace(report, other_programs=0.4)).startswith(
         "cannot tell: other programs took 40% of the cores"
     )
+
+
+def test_end_before_a_limit_is_chosen_is_reported() -> None:
+    """Ctrl-C during the profile, without ``--slo-p99``."""
+    report = Report("x.toml", None, None, slo_given=False)
+    report.complete([])
+    goal = "the most requests/s with p99 within a limit that was not chosen yet, as no --slo-p99 was given"
+    assert lines_of(report)[0].split(maxsplit=1) == ["goal", goal]
+
+
+def test_json_has_null_for_what_is_not_finite() -> None:
+    report = report_of(trial(limit=math.nan)).to_json()
+    assert (report["yours"]["measured"], report["gain_interval"], report["slo_given"]) == (None, [0.0, None], True)
+    assert "command" not in report
 
 
 def test_two_gains_have_no_interval() -> None:
     """It would reach from almost nothing to many times the gain."""
     for gains, interval in (((1.0, 1.3), "-"), ((1.0, 1.01, 0.99), "0.98 to 1.03")):
-        report = completed(report_of(), [trial(), trial(*gains)])
+        report = report_of(trial(), trial(*gains))
         assert rows_of(report)[1][3] == interval
 
 
 def test_report_names_omitted_candidates() -> None:
     failed, late = (Trial(Candidate(WRITTEN, ONE, workers)) for workers in (2, 3))
     failed.failed = "out of memory"
-    report = completed(report_of(), [trial(), trial(1.1, 1.1), failed, late, late])
-    assert report["notes"] == ["as written, --workers 2 was left out: out of memory"]
-    assert report["not_tried"][1:] == ["2 further settings: no time was left to measure it"]
-    assert len(report["others"]) == 1
+    report = report_of(trial(), trial(1.1, 1.1), failed, late, late)
+    assert report.notes == ["as written, --workers 2 was left out: out of memory"]
+    assert report.not_tried[1:] == ["2 further settings: no time was left to measure it"]
+    assert len(report.others) == 1
 
 
 # --- phases, with a fake measurer

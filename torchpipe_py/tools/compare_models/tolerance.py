@@ -17,7 +17,12 @@ IMAGES = "images"
 DEFAULT_IMAGES = 0.99
 
 DIGITS = 12
-"""Decimals to which shares count, so that 1 - 0.99 is 0.01; a certificate has limits with so many digits."""
+"""Decimals to which shares count, so that 1 - 0.99 is 0.01; figures of commands have so many digits."""
+
+
+def number_text(value: float) -> str:
+    """A figure of a limit or a goal, as a command takes it."""
+    return f"{value:.{DIGITS}g}"
 
 
 class Verdict(enum.Enum):
@@ -38,7 +43,7 @@ class Limit:
 
     def __str__(self) -> str:
         sign = "≥" if self.measure.is_best_high else "≤"
-        return f"{self.measure.name} {sign} {self.value:.{DIGITS}g}"
+        return f"{self.measure.name} {sign} {number_text(self.value)}"
 
     def loss(self, figures: Mapping[str, float], others: Sequence[str]) -> float | None:
         """How far an image is beyond the limit; ``None`` if it has nothing to compare.
@@ -66,8 +71,8 @@ class Tolerance:
     def __str__(self) -> str:
         shares = sorted({limit.allowed for limit in self.limits if not limit.measure.is_share})
         is_default = not shares or shares[0] == round(1 - DEFAULT_IMAGES, DIGITS)
-        images = "" if is_default else f", {IMAGES}={1 - shares[0]:.{DIGITS}g}"
-        return ", ".join(f"{limit.measure.name}={limit.value:.{DIGITS}g}" for limit in self.limits) + images
+        images = "" if is_default else f", {IMAGES}={number_text(1 - shares[0])}"
+        return ", ".join(f"{limit.measure.name}={number_text(limit.value)}" for limit in self.limits) + images
 
     @property
     def names(self) -> tuple[str, ...]:

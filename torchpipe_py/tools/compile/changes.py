@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import statistics
@@ -48,6 +49,27 @@ class Outcome(enum.Enum):
     NOT_POSSIBLE = "not possible"
 
 
+@dataclass(frozen=True)
+class MeasuredChange:
+    """A change as it is reported: ``gain`` and its ``interval`` are factors, ``ms`` are saved (see ``saved_ms``)."""
+
+    name: str
+    part: str
+    outcome: Outcome
+    why: str
+    gain: float | None
+    interval: tuple[float, float] | None
+    ms: float | None
+    ms_interval: tuple[float, float] | None
+    loss: Comparison | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For the JSON file and the certificate."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        loss = None if self.loss is None else tolerance_json(self.loss)
+        return fields | {"outcome": self.outcome.value, "loss": loss}
+
+
 @dataclass
 class Change:
     """An alternative, and what was found of it alone: its loss and, if that is allowed, its gain."""
@@ -69,21 +91,18 @@ class Change:
         findings = () if self.comparison is None else self.comparison.findings
         return math.fsum(finding.found for finding in findings if not math.isnan(finding.found))
 
-    def fields(self, bench: Bench) -> dict[str, Any]:
-        """For JSON; ``gain`` is a factor, ``ms`` are saved (see ``saved_ms``)."""
-        trial = self.trial if self.trial is not None and self.trial.gains else None
-        interval = [*map(math.exp, trial.interval)] if trial is not None and len(trial.gains) > 2 else None
-        return {
-            "name": self.name,
-            "part": self.alternative.part,
-            "outcome": self.outcome.value,
-            "why": self.why,
-            "gain": None if trial is None else math.exp(trial.gain),
-            "interval": interval,
-            "ms": None if trial is None else saved_ms(trial, bench, trial.gain),
-            "ms_interval": trial and interval and [saved_ms(trial, bench, bound) for bound in trial.interval],
-            "loss": None if self.comparison is None else tolerance_json(self.comparison),
-        }
+    def measured(self, bench: Bench) -> MeasuredChange:
+        """What is known of it so far."""
+        gain = interval = ms = ms_interval = None
+        if (trial := self.trial) is not None and trial.gains:
+            gain, ms = math.exp(trial.gain), saved_ms(trial, bench, trial.gain)
+            if len(trial.gains) > 2:
+                low, high = trial.interval
+                interval = math.exp(low), math.exp(high)
+                ms_interval = saved_ms(trial, bench, low), saved_ms(trial, bench, high)
+        return MeasuredChange(
+            self.name, self.alternative.part, self.outcome, self.why, gain, interval, ms, ms_interval, self.comparison
+        )
 
 
 def saved_ms(trial: Trial, bench: Bench, gain: float) -> float:

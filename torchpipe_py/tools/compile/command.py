@@ -21,23 +21,23 @@ from torchpipe_py.plan.files import file_hash
 from torchpipe_py.registry import import_code
 from torchpipe_py.tools.compare_models.report import answer
 from torchpipe_py.tools.compare_models.run import Comparison
-from torchpipe_py.tools.compare_models.tolerance import Tolerance, read_tolerance
+from torchpipe_py.tools.compare_models.tolerance import Tolerance, number_text, read_tolerance
 from torchpipe_py.tools.compile import report as text
 from torchpipe_py.tools.compile.changes import INT8, Chooser
 from torchpipe_py.tools.compile.losses import Halves, Losses, is_within, least_pictures
+from torchpipe_py.tools.compile.report import CompileReport
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
-from torchpipe_py.tools.parity.command import tolerance_json
 from torchpipe_py.tools.report import ToolError, check_outputs, json_text, progress_bar, replace_text, write_json
-from torchpipe_py.tools.tune import report as tuned
-from torchpipe_py.tools.tune.candidates import copied
-from torchpipe_py.tools.tune.command import check_out, options_of, serve_command
-from torchpipe_py.tools.tune.engine import MOST_IMAGES, Bench, Wanted, measure, require
+from torchpipe_py.tools.tune.candidates import Candidate, copied
+from torchpipe_py.tools.tune.command import check_out, serve_command, wanted_of
+from torchpipe_py.tools.tune.engine import MOST_IMAGES, Bench, Hooks, Wanted, measure, require
+from torchpipe_py.tools.tune.report import Report, tuned_text
 from torchpipe_py.tools.tune.search import Progress, Trial
 from torchpipe_py.tools.tune.verify import Verdict, verify
 
 DEFAULT_BUDGET_S = 240.0
 
-DIGITS = 12
+HASH_DIGITS = 12
 """Digits of its SHA-256 in the name of an int8 model."""
 
 ENDS = {"losses": 0.36, "changes": 0.54, "processes": 0.61, "settings": 0.66, "verify": 1.0}
@@ -81,33 +81,35 @@ def compile_config(
     except ValueError as error:
         raise ToolError(f"tolerance: {error}") from error
     wanted = Wanted(slo_p99, rate, cores, gpu_memory, budget, None, imports, progress)
+    return compiled(os.fspath(config), os.fspath(img_dir), limits, Path(out), wanted).to_json()
+
+
+def compiled(path: str, img_dir: str, tolerance: Tolerance, out: Path, wanted: Wanted) -> CompileReport:
+    """``compile_config``, but it returns the report as it is."""
     wanted.usable_cores()  # NOTE: wrong arguments are reported before files that cannot be read
-    path, out = os.fspath(config), Path(out)
-    for name in imports:
+    for name in wanted.imports:
         import_code(name)
     check_out(Path(path), out, {})  # NOTE: before long work
     with _reading():
         sha256 = file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
-    tables, halves = Tables.of(path), Halves.of(os.fspath(img_dir), limits)
+    tables, halves = Tables.of(path), Halves.of(img_dir, tolerance)
     plan = plan_pipeline(tables)
     with _reading():
-        reference = certificate.described(plan, path, sha256, imports)
-    report = tuned.new_report(path, slo_p99, rate)
-    report |= {"img_dir": os.fspath(img_dir), "tolerance": str(limits), "changes": [], "loss": None, "gpu": gpu_names()}
-    report |= {"certified": False, "written": [], "choices": {}}
-    report["halves"] = {"choosing": len(halves.choosing), "certifying": len(halves.certifying)}
+        reference = certificate.described(plan, path, sha256, wanted.imports)
+    search = Report(path, wanted.slo_p99, wanted.rate, slo_given=wanted.slo_p99 is not None, img_dir=img_dir)
+    report = CompileReport(search, tolerance, halves, gpu_names())
     with TemporaryDirectory(prefix="torchpipe-compile-") as folder:
-        run = _Compilation(tables, limits, halves, Path(folder), report)
-        report = measure(tables, run.images(), wanted, report, run.choose, run.confirm, shares_more=True)
-        if report["verdict"] not in ("better", "as good"):
-            report["certified"] = False
-        if report["certified"]:
+        run = _Compilation(tables, Path(folder), report)
+        measure(tables, run.images(), wanted, search, Hooks(run.choose, run.confirm, shares_more=True))
+        if search.verdict not in ("better", "as good"):
+            report.certified = False
+        if report.certified:
             with _reading():
-                found = certificate.described(plan, path, file_hash(path), imports)
+                found = certificate.described(plan, path, file_hash(path), wanted.imports)
             if found != reference:
                 raise ToolError(f"{path}: it, or a file that it names, changed meanwhile; compile it again")
-            report |= {"reference": reference, "pictures": pictures_of(halves)}
-            _write(report, report["tuned"] or tables, out, wanted, Path(folder))
+            report.reference, report.pictures = reference, pictures_of(halves)
+            _write(report, search.tuned or tables, out, wanted, Path(folder))
     return report
 
 
@@ -123,11 +125,8 @@ def _reading() -> Iterator[None]:
 class _Compilation:
     """The hooks of one compilation in the tuner's engine; ``report`` gets what they find."""
 
-    def __init__(
-        self, tables: Tables, tolerance: Tolerance, halves: Halves, folder: Path, report: dict[str, Any]
-    ) -> None:
-        self._tables, self._tolerance, self._halves, self._report = tables, tolerance, halves, report
-        self._folder = folder
+    def __init__(self, tables: Tables, folder: Path, report: CompileReport) -> None:
+        self._tables, self._folder, self._report, self._halves = tables, folder, report, report.halves
         self._chooser: Chooser | None = None
         self._seconds_to_certify = 0.0
 
@@ -138,7 +137,7 @@ class _Compilation:
         with _reading():
             return {os.fspath(file): file.read_bytes() for file in files}
 
-    def choose(self, bench: Bench) -> Any:
+    def choose(self, bench: Bench) -> Sequence[Candidate]:
         """The shapes with the changes that gain most within the tolerance."""
         self._share_out(bench)
         halves = self._halves
@@ -147,7 +146,7 @@ class _Compilation:
             try:
                 shapes = chooser(bench)
             finally:  # also after Ctrl-C
-                self._report["changes"] = [change.fields(bench) for change in chooser.changes]
+                self._report.changes = [change.measured(bench) for change in chooser.changes]
         self._chooser = chooser
         return shapes
 
@@ -174,23 +173,23 @@ class _Compilation:
                     comparison = losses.of(verdict.best.candidate, seconds)
         if verdict.kind == "as good":
             self._chooser.undo()
-        self._report["changes"] = [change.fields(bench) for change in self._chooser.changes]
-        self._report |= {"loss": tolerance_json(comparison), "choices": dict(comparison.choices)}
-        self._report["certified"] = is_within(comparison)
-        if not is_within(comparison):
+        self._report.changes = [change.measured(bench) for change in self._chooser.changes]
+        self._report.loss, self._report.choices = comparison, dict(comparison.choices)
+        self._report.certified = is_within(comparison)
+        if not self._report.certified:
             return Verdict("cannot tell", bench.trials[0], why=f"the best file is {_on_others(comparison)}")
         return verdict
 
     def _losses(self, paths: Sequence[Path], seconds: float) -> Losses:
-        return Losses(self._tables, self._tolerance, self._halves.img_dir, paths, seconds)
+        return Losses(self._tables, self._report.tolerance, self._halves.img_dir, paths, seconds)
 
     def _share_out(self, bench: Bench) -> None:
         """Set the ends of the phases. ``ToolError`` if there is too little time to certify anything."""
-        least, budget = least_pictures(self._tolerance), bench.clock.seconds
+        least, budget = least_pictures(self._report.tolerance), bench.clock.seconds
         seconds, spent = CERTIFY_TIMES * least / bench.known.answers + CERTIFY_S, bench.clock.spent
         if seconds > MOST_TO_CERTIFY * (1 - spent) * budget:
             enough = math.ceil(spent * budget + seconds / MOST_TO_CERTIFY)
-            why = f"{least} pictures, the least for {self._tolerance}, take about {seconds:.0f} s to certify"
+            why = f"{least} pictures, the least for {self._report.tolerance}, take about {seconds:.0f} s to certify"
             raise ToolError(f"--budget {budget:g}: {why}; --budget {enough} is enough")
         self._seconds_to_certify = seconds = max(seconds, LEAST_TO_CERTIFY * budget)
         # NOTE: the profile takes long where an engine is built for it.
@@ -223,7 +222,7 @@ def gpu_names() -> list[str]:
 # --- files
 
 
-def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted: Wanted, folder: Path) -> None:
+def _write(report: CompileReport, tables: Mapping[str, Any], out: Path, wanted: Wanted, folder: Path) -> None:
     """Write the compiled file with its int8 models, the certificate and its page; names them in ``report``.
 
     The models are those that this run has made in ``folder``.
@@ -237,41 +236,42 @@ def _write(report: dict[str, Any], tables: Mapping[str, Any], out: Path, wanted:
                 if isinstance(value, str) and Path(value).parent == folder:
                     # NOTE: another model has another name: a service that runs may use the one of an earlier file.
                     found = file_hash(value)
-                    model = Path(f"{stem}.{name}.{found[:DIGITS]}{INT8}")
+                    model = Path(f"{stem}.{name}.{found[:HASH_DIGITS]}{INT8}")
                     if not model.is_file() or file_hash(model) != found:
                         replace_file(model, Path(value).read_bytes())
                     table[key] = model.name  # beside the TOML file
-                    report["written"].append(os.fspath(model))
+                    report.written.append(os.fspath(model))
     except OSError as error:
         raise ToolError(f"{error.filename}: cannot be written: {error.strerror}") from error
     proof = Path(f"{stem}{certificate.ENDING}")
-    report["command"] = f"{serve_command(out, report, wanted.imports)} --require-certificate {shlex.quote(str(proof))}"
-    toml = tuned.tuned_text(report, written, "compiled by torchpipe compile")
+    serve = serve_command(out, report.search, wanted.imports)
+    report.search.command = f"{serve} --require-certificate {shlex.quote(str(proof))}"
+    toml = tuned_text(report.search, written, "compiled by torchpipe compile")
     sha256 = hashlib.sha256(toml.encode("utf-8", "backslashreplace")).hexdigest()
     content = text.new_certificate(report, written, sha256, _commands(report, out, wanted), wanted.imports)
     certified = {each["sha256"] for each in content["compiled"]["files"]}
-    for name in report["written"]:
-        if file_hash(name) not in certified:
-            model = os.path.basename(name)
-            raise ToolError(f"{model}: a file of this name in the working directory comes before {name}: remove it")
+    for path in report.written:
+        if file_hash(path) not in certified:
+            found = os.path.basename(path)
+            raise ToolError(f"{found}: a file of this name in the working directory comes before {path}: remove it")
     replace_text(proof, json_text(content))
     replace_text(proof.with_suffix(".html"), text.page(content, report))
     replace_text(out, toml)
-    report["written"] += [os.fspath(out), os.fspath(proof), os.fspath(proof.with_suffix(".html"))]
+    report.written += [os.fspath(out), os.fspath(proof), os.fspath(proof.with_suffix(".html"))]
 
 
-def _commands(report: Mapping[str, Any], out: Path, wanted: Wanted) -> dict[str, str]:
+def _commands(report: CompileReport, out: Path, wanted: Wanted) -> dict[str, str]:
     """The commands that check the figures of the loss, renew the certificate, and serve the file."""
-    pictures = ["--img_dir", report["img_dir"], "--tolerance", report["tolerance"]]
+    pictures = ["--img_dir", report.halves.img_dir, "--tolerance", str(report.tolerance)]
     imports = [part for name in wanted.imports for part in ("--import", name)]
-    goal = [] if wanted.slo_p99 is None else ["--slo-p99", f"{1000 * wanted.slo_p99:.12g}"]
-    goal += [] if wanted.rate is None else ["--rate", f"{wanted.rate:.12g}"]
+    goal = [] if wanted.slo_p99 is None else ["--slo-p99", number_text(1000 * wanted.slo_p99)]
+    goal += [] if wanted.rate is None else ["--rate", number_text(wanted.rate)]
     goal += [] if wanted.cores is None else ["--cores", str(wanted.cores)]
     goal += [] if wanted.gpu_memory is None else ["--gpu-memory", str(wanted.gpu_memory)]
-    goal += [] if wanted.budget == DEFAULT_BUDGET_S else ["--budget", f"{wanted.budget:.12g}"]
-    renew = ["torchpipe", "compile", report["config"], *pictures, "--out", os.fspath(out), *goal, *imports]
-    check = ["torchpipe", "parity", report["config"], os.fspath(out), *pictures, *imports]
-    return {"check": shlex.join(check), "renew": shlex.join(renew), "serve": report["command"]}
+    goal += [] if wanted.budget == DEFAULT_BUDGET_S else ["--budget", number_text(wanted.budget)]
+    renew = ["torchpipe", "compile", report.search.config, *pictures, "--out", os.fspath(out), *goal, *imports]
+    check = ["torchpipe", "parity", report.search.config, os.fspath(out), *pictures, *imports]
+    return {"check": shlex.join(check), "renew": shlex.join(renew), "serve": report.search.command}
 
 
 # --- the command
@@ -282,13 +282,12 @@ def run_compile(args: argparse.Namespace) -> int:
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.compiled.toml")
     check_outputs({"out": out, "json": args.json}, [path])
-    options = options_of(args)
     with progress_bar(args.progress, has_lines=True) as show:
-        options["progress"] = lambda phase, share, left: show(phase, share, f"about {left:.0f} s left")
-        report = compile_config(args.config, args.img_dir, args.tolerance, out, **options)
+        wanted = wanted_of(args, lambda phase, share, left: show(phase, share, f"about {left:.0f} s left"))
+        report = compiled(args.config, os.fspath(args.img_dir), args.tolerance, out, wanted)
     print("\n".join([*text.lines_of(report), text.verdict_line(report)]), flush=True)
-    if report["certified"]:
-        print("\n".join([*report["written"], report["command"]]), flush=True)
+    if report.certified:
+        print("\n".join([*report.written, report.search.command]), flush=True)
     if args.json is not None:
-        write_json(args.json, report)
-    return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0 if report["certified"] else 1
+        write_json(args.json, report.to_json())
+    return EXIT_INTERRUPTED if report.search.verdict == "interrupted" else 0 if report.certified else 1

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchpipe_py import certificate
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools import report as shared
-from torchpipe_py.tools.compile.changes import Outcome
+from torchpipe_py.tools.compare_models.run import Comparison
+from torchpipe_py.tools.compare_models.tolerance import Tolerance
+from torchpipe_py.tools.compile.changes import MeasuredChange, Outcome
+from torchpipe_py.tools.compile.losses import Halves
 from torchpipe_py.tools.load.measure import cpu_model
+from torchpipe_py.tools.parity.command import tolerance_json
 from torchpipe_py.tools.report import aligned, finite
 from torchpipe_py.tools.tune import report as tuned
+from torchpipe_py.tools.tune.report import Report
 
 HEADS = ("change", "", "saves", "95 % interval", "gain", "lost, 95 % interval, allowed")
 
@@ -22,99 +29,139 @@ FIGURES = ("shape", "processes", "settings", "measured", "gain", "interval", "ra
 """Figures of a measured file that a certificate has."""
 
 
+@dataclass
+class CompileReport:
+    """The outcome of a compilation, completed step by step: that of the tuner's ``search``, and what is added to it.
+
+    ``loss`` is that of the best file on the pictures that certify, ``choices`` are those of its ``pipe.setup_choices``.
+    If it is ``certified``, ``reference`` describes the user's file and its models, ``pictures`` the pictures, and
+    ``written`` are the paths of the new files.
+    """
+
+    search: Report
+    tolerance: Tolerance
+    halves: Halves
+    gpu: list[str]
+    changes: list[MeasuredChange] = field(default_factory=list)
+    loss: Comparison | None = None
+    certified: bool = False
+    written: list[str] = field(default_factory=list)
+    choices: dict[str, Sequence[str]] = field(default_factory=dict)
+    reference: dict[str, Any] | None = None
+    pictures: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON file: the members of the tuner's and these, ``reference`` and ``pictures`` only if certified."""
+        own = {
+            "tolerance": str(self.tolerance),
+            "halves": {"choosing": len(self.halves.choosing), "certifying": len(self.halves.certifying)},
+            "gpu": self.gpu,
+            "changes": [change.to_json() for change in self.changes],
+            "loss": None if self.loss is None else tolerance_json(self.loss),
+            "certified": self.certified,
+            "written": self.written,
+            "choices": self.choices,
+        }
+        described = {"reference": self.reference, "pictures": self.pictures} if self.certified else {}
+        members: dict[str, Any] = finite(self.search.to_json() | own | described)
+        return members
+
+
 # --- text
 
 
-def loss_text(loss: Mapping[str, Any] | None) -> str:
+def loss_text(loss: Comparison | None) -> str:
     """``top1: 0.231 % (0 to 0.95 %, 1 %)`` for each limit."""
     parts = []
-    for limit in loss["limits"] if loss else ():
-        low, high, allowed = (f"{100 * limit[key]:.3g}" for key in ("low", "high", "allowed"))
-        beyond = "-" if not limit["images"] else f"{100 * limit['beyond']:.3g} %"
-        parts.append(f"{limit['name']}: {beyond} ({low} to {high} %, {allowed} %)")
+    for finding in () if loss is None else loss.findings:
+        shares = finding.low, finding.high, finding.limit.allowed
+        low, high, allowed = (f"{100 * share:.3g}" for share in shares)
+        beyond = f"{100 * finding.found:.3g} %" if finding.images else "-"
+        parts.append(f"{finding.limit.measure.name}: {beyond} ({low} to {high} %, {allowed} %)")
     return "; ".join(parts)
 
 
-def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def rows_of(report: CompileReport) -> list[tuple[str, ...]]:
     """A row under ``HEADS`` for each change: those that are used, then the others that were measured."""
     rows = list[tuple[str, ...]]()
-    order = [outcome.value for outcome in (Outcome.USED, Outcome.NOT_USED, Outcome.REFUSED)]
-    measured = [change for change in report["changes"] if change["outcome"] in order]
-    for change in sorted(measured, key=lambda change: (order.index(change["outcome"]), -(change["gain"] or 0))):
-        ms, interval, gain = change["ms"], change["ms_interval"], change["gain"]
-        between = "-" if interval is None or None in interval else "{:.2f} to {:.2f}".format(*interval)
-        saves = "-" if ms is None else f"{ms:.2f} ms"
-        last = ", ".join(filter(None, (loss_text(change["loss"]), change["why"])))
-        factor = "-" if gain is None else f"{gain:.2f}"
-        rows.append((change["name"], change["outcome"], saves, between, factor, last))
+    order = [Outcome.USED, Outcome.NOT_USED, Outcome.REFUSED]
+    measured = [change for change in report.changes if change.outcome in order]
+    for change in sorted(measured, key=lambda change: (order.index(change.outcome), -(change.gain or 0))):
+        low, high = change.ms_interval or (math.nan, math.nan)
+        between = f"{low:.2f} to {high:.2f}" if math.isfinite(low) and math.isfinite(high) else "-"
+        saves = "-" if change.ms is None else f"{change.ms:.2f} ms"
+        last = ", ".join(filter(None, (loss_text(change.loss), change.why)))
+        factor = "-" if change.gain is None else f"{change.gain:.2f}"
+        rows.append((change.name, change.outcome.value, saves, between, factor, last))
     return rows
 
 
-def lines_of(report: Mapping[str, Any]) -> list[str]:
+def lines_of(report: CompileReport) -> list[str]:
     """The whole report as text."""
-    unit = "of the p99" if report["rate"] is not None else "of a core for each request"
-    halves = report["halves"]
-    facts = [("tolerance", report["tolerance"]), ("saves", f"ms {unit}")]
-    facts += [("pictures", f"{halves['choosing']} to choose by, {halves['certifying']} others to certify with")]
-    facts += [("certified", loss_text(report["loss"]))] if report["loss"] else []
-    lines = [*aligned(facts), *aligned(rows_of(report), HEADS)] if report["changes"] else aligned(facts)
+    unit = "of the p99" if report.search.rate is not None else "of a core for each request"
+    choosing, certifying = len(report.halves.choosing), len(report.halves.certifying)
+    facts = [("tolerance", str(report.tolerance)), ("saves", f"ms {unit}")]
+    facts += [("pictures", f"{choosing} to choose by, {certifying} others to certify with")]
+    facts += [("certified", loss_text(report.loss))] if report.loss is not None else []
+    lines = [*aligned(facts), *aligned(rows_of(report), HEADS)] if report.changes else aligned(facts)
     others: dict[str, list[str]] = {}
-    for change in report["changes"]:
-        if change["outcome"] == Outcome.NOT_POSSIBLE.value:
-            others.setdefault(change["why"], []).append(change["name"])
+    for change in report.changes:
+        if change.outcome is Outcome.NOT_POSSIBLE:
+            others.setdefault(change.why, []).append(change.name)
     lines += [f"not possible: {', '.join(names)}: {why}" for why, names in others.items()]
-    return [*tuned.lines_of(report), *lines]
+    return [*tuned.lines_of(report.search), *lines]
 
 
-def verdict_line(report: Mapping[str, Any]) -> str:
+def verdict_line(report: CompileReport) -> str:
     """The verdict in one line."""
-    return tuned.verdict_line(report) + "; certified within the tolerance" * bool(report["certified"])
+    return tuned.verdict_line(report.search) + "; certified within the tolerance" * report.certified
 
 
 # --- the certificate
 
 
 def new_certificate(
-    report: Mapping[str, Any], tables: Tables, sha256: str, commands: Mapping[str, str], code: Sequence[str]
+    report: CompileReport, tables: Tables, sha256: str, commands: Mapping[str, str], code: Sequence[str]
 ) -> Any:
     """The content of the certificate of ``tables``; the TOML file with this hash need not be written yet."""
+    found = report.to_json()
     figures = {
-        "goal": tuned.goal_text(report),
-        "gain": report["gain"],
-        "gain_interval": report["gain_interval"],
-        **{name: {key: report[name][key] for key in FIGURES} for name in ("yours", "best")},
+        "goal": tuned.goal_text(report.search),
+        "gain": found["gain"],
+        "gain_interval": found["gain_interval"],
+        **{name: {key: found[name][key] for key in FIGURES} for name in ("yours", "best")},
     }
     compiled = certificate.described(plan_pipeline(tables), tables.source, sha256, code)
     content = {
         "schema": certificate.SCHEMA,
-        "made": report["date"],
-        "compiled": compiled | {"choices": report["choices"]},
-        "reference": report["reference"],
-        "pictures": report["pictures"],
-        "tolerance": report["tolerance"],
-        "loss": report["loss"],
+        "made": report.search.date,
+        "compiled": compiled | {"choices": report.choices},
+        "reference": report.reference,
+        "pictures": report.pictures,
+        "tolerance": str(report.tolerance),
+        "loss": found["loss"],
         "figures": figures,
-        "changes": report["changes"],
+        "changes": found["changes"],
         "versions": certificate.versions(tables),
-        "machine": machine(report),
+        "machine": machine(report.search.cores, report.gpu),
         "commands": dict(commands),
     }
     content = json.loads(json.dumps(finite(content)))  # as it will be read
     return content | {certificate.DIGEST: certificate.digest(content)}
 
 
-def machine(report: Mapping[str, Any]) -> dict[str, Any]:
+def machine(cores: int, gpu: Sequence[str]) -> dict[str, Any]:
     """Where it was measured."""
     return {
         "cpu": cpu_model(),
-        "cores": report["cores"],
-        "gpu": report["gpu"],
+        "cores": cores,
+        "gpu": gpu,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
 
 
-def page(content: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+def page(content: Mapping[str, Any], report: CompileReport) -> str:
     """The certificate as an HTML file, with the measurements behind it."""
     compiled, pictures, reference = content["compiled"], content["pictures"], content["reference"]
     files = [(compiled["path"], compiled["sha256"]), (f"made of {reference['path']}", reference["sha256"])]
@@ -143,4 +190,4 @@ def page(content: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         shared.table(("node", "chosen at set-up"), choices, "Choices"),
         shared.table(("library", "version"), [*content["versions"].items()], "Versions"),
     ]
-    return shared.page(f"Certificate of {compiled['path']}", [*parts, *tuned.page_parts(report)[1:]])
+    return shared.page(f"Certificate of {compiled['path']}", [*parts, *tuned.page_parts(report.search)[1:]])

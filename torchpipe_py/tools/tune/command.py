@@ -17,8 +17,9 @@ from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, replace_text, write_json, write_text
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.candidates import Candidate
-from torchpipe_py.tools.tune.engine import Bench, Wanted, as_it_is, measure, named_images, require
+from torchpipe_py.tools.tune.engine import Bench, Hooks, Wanted, measure, named_images, require
 from torchpipe_py.tools.tune.pixels import alternatives_of
+from torchpipe_py.tools.tune.report import Report
 from torchpipe_py.tools.tune.search import Progress
 
 DEFAULT_BUDGET_S = 120.0
@@ -53,20 +54,30 @@ def tune(
     require("config", config, isinstance(config, (str, os.PathLike, Mapping)), "a file or a dict")
     require("allow_pixels", allow_pixels, isinstance(allow_pixels, bool), "True or False")
     wanted = Wanted(slo_p99, rate, cores, gpu_memory, budget, times, imports, progress)
+    return find_settings(config, images, wanted, allow_pixels).to_json()
+
+
+def find_settings(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    images: str | os.PathLike[str] | Sequence[bytes],
+    wanted: Wanted,
+    allow_pixels: bool,
+) -> Report:
+    """``tune``, but it returns the report as it is."""
     if len(wanted.usable_cores()) < 2:  # NOTE: wrong arguments are reported before files that cannot be read
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
     named, tables = named_images(images), Tables.of(config)
-    report = text.new_report(tables.source, slo_p99, rate)
-    report["img_dir"] = str(images) if isinstance(images, (str, os.PathLike)) else None
-    choose = _with_other_pixels if allow_pixels else as_it_is
-    return measure(tables, named, wanted, report, choose, shares_more=allow_pixels)
+    report = Report(tables.source, wanted.slo_p99, wanted.rate, slo_given=wanted.slo_p99 is not None)
+    report.img_dir = str(images) if isinstance(images, (str, os.PathLike)) else None
+    measure(tables, named, wanted, report, Hooks(_with_other_pixels, shares_more=True) if allow_pixels else Hooks())
+    return report
 
 
 def _with_other_pixels(bench: Bench) -> Sequence[Candidate]:
     """The shapes with the changes of pixels and precision whose results differ little."""
     report, images = bench.report, [*bench.images.values()]
-    found, report["parity"], not_tried = alternatives_of(bench.shapes, report["img_dir"], images, bench.service.has_gpu)
-    report["not_tried"] += not_tried
+    found, report.parity, not_tried = alternatives_of(bench.shapes, report.img_dir, images, bench.service.has_gpu)
+    report.not_tried += not_tried
     return [*bench.shapes, *found]
 
 
@@ -79,20 +90,20 @@ def run_tune(args: argparse.Namespace) -> int:
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     check_out(path, out, {"json": args.json, "html": args.html})
     check_outputs({"out": out, "json": args.json, "html": args.html}, [args.replay])
-    options = options_of(args) | {"times": args.replay and read_replay(args.replay, None)}
+    times = read_replay(args.replay, None) if args.replay else None
     with progress_bar(args.progress, has_lines=True) as show:
-        options["progress"] = lambda phase, share, left: show(phase, share, f"about {left:.0f} s left")
-        report = tune(args.config, args.img_dir, allow_pixels=args.allow_pixels, **options)
+        wanted = wanted_of(args, lambda phase, share, left: show(phase, share, f"about {left:.0f} s left"), times)
+        report = find_settings(args.config, args.img_dir, wanted, args.allow_pixels)
     print("\n".join([*text.lines_of(report), text.verdict_line(report)]), flush=True)
-    if report["tuned"] is not None:
-        report["command"] = serve_command(out, report, options["imports"])
-        replace_text(out, text.tuned_text(report, report["tuned"], "tuned by torchpipe tune"))
-        print(f"{out}\n{report['command']}", flush=True)
+    if report.tuned is not None:
+        report.command = serve_command(out, report, wanted.imports)
+        replace_text(out, text.tuned_text(report, report.tuned, "tuned by torchpipe tune"))
+        print(f"{out}\n{report.command}", flush=True)
     if args.json is not None:
-        write_json(args.json, report)
+        write_json(args.json, report.to_json())
     if args.html is not None:
         write_text(args.html, text.page(report))
-    return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0
+    return EXIT_INTERRUPTED if report.verdict == "interrupted" else 0
 
 
 def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:
@@ -110,15 +121,15 @@ def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:
         plan_pipeline(moved)
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that ``tune`` and ``compile`` share, from a command line."""
-    options = {name: getattr(args, name) for name in ("rate", "cores", "gpu_memory", "budget")}
-    options["slo_p99"] = args.slo_p99 and args.slo_p99 / 1000
-    options["imports"] = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
-    return options
+def wanted_of(args: argparse.Namespace, progress: Progress, times: Sequence[float] | None = None) -> Wanted:
+    """The goal that a command line of ``tune`` or ``compile`` gives."""
+    slo_p99 = None if args.slo_p99 is None else args.slo_p99 / 1000
+    imports = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
+    return Wanted(slo_p99, args.rate, args.cores, args.gpu_memory, args.budget, times, imports, progress)
 
 
-def serve_command(out: Path, report: Mapping[str, Any], imports: Sequence[str]) -> str:
-    """The command that serves the best configuration."""
+def serve_command(out: Path, report: Report, imports: Sequence[str]) -> str:
+    """The command that serves the best configuration, once there is a verdict."""
+    assert report.best is not None
     more = "".join(f" --import {shlex.quote(each)}" for each in imports)
-    return f"torchpipe-serve {shlex.quote(str(out))} {report['best']['processes']}{more}"
+    return f"torchpipe-serve {shlex.quote(str(out))} {report.best.processes}{more}"

@@ -26,6 +26,7 @@ from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.candidates import ENGINES, Candidate, shapes_of, unkept_engines
 from torchpipe_py.tools.tune.measure import CALLS, MOST_ARRIVALS, Goal, Loops, Profile, Service, profile
+from torchpipe_py.tools.tune.report import Report
 from torchpipe_py.tools.tune.search import Budget, Progress, Trial, search
 from torchpipe_py.tools.tune.verify import Verdict, verify
 
@@ -123,41 +124,37 @@ class Bench:
     goal: Goal
     loops: Loops
     clock: Budget
-    report: dict[str, Any]
+    report: Report
     trials: list[Trial]
 
 
-Choose = Callable[[Bench], Sequence[Candidate]]
-"""Returns the shapes to search, the first of which is the file, or what takes its place."""
-
-Confirm = Callable[[Bench, Verdict], Verdict]
-"""Returns the verdict that counts."""
-
-
 def as_it_is(bench: Bench) -> Sequence[Candidate]:
-    """A ``Choose`` that changes no result."""
-    bench.report["not_tried"].append("other pixels or precision: they change results; --allow-pixels tries them")
+    """A ``Hooks.choose`` that changes no result."""
+    bench.report.not_tried.append("other pixels or precision: they change results; --allow-pixels tries them")
     return bench.shapes
 
 
-def measure(
-    tables: Tables,
-    images: Mapping[str, bytes],
-    wanted: Wanted,
-    report: dict[str, Any],
-    choose: Choose = as_it_is,
-    confirm: Confirm = lambda bench, verdict: verdict,
-    shares_more: bool = False,
-) -> dict[str, Any]:
-    """Find better settings, shapes and whatever else ``choose`` offers; completes ``report``, and returns it.
+@dataclass(frozen=True)
+class Hooks:
+    """Changes of a run: ``choose`` returns the shapes to search, the first being the file or what takes its place.
 
-    ``shares_more``: what it offers may share nodes where the file cannot.
-    ``report["verdict"]`` is ``better``, ``as good``, ``cannot tell`` or, after Ctrl-C, ``interrupted``;
-    ``report["tuned"]`` has the tables of the best configuration if it is better, else None. Times are in seconds.
+    ``confirm`` returns the verdict that counts. ``shares_more``: shapes may share nodes where the file cannot.
+    """
+
+    choose: Callable[[Bench], Sequence[Candidate]] = as_it_is
+    confirm: Callable[[Bench, Verdict], Verdict] = lambda bench, verdict: verdict
+    shares_more: bool = False
+
+
+def measure(
+    tables: Tables, images: Mapping[str, bytes], wanted: Wanted, report: Report, hooks: Hooks = Hooks()
+) -> None:
+    """Find better settings, shapes and whatever else the hooks choose; completes ``report``.
+
     Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be tuned.
     """
     usable, images = wanted.usable_cores(), sample_of(images)
-    report |= {"cores": len(usable), "images": len(images)}
+    report.cores, report.images = len(usable), len(images)
     for name in wanted.imports:
         import_code(name)
     trials, clock = list[Trial](), Budget(wanted.budget, wanted.progress)
@@ -168,47 +165,36 @@ def measure(
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel("ERROR")  # many plans would repeat warnings
         try:
-            shapes = shapes_of(tables)
-            if len(entered := shapes[0].pipeline.graph.entered) != 1:
-                roots = f"requests enter at {', '.join(entered)}; only a file with one root can be tuned"
-                raise ToolError(f"{tables.source}: {roots}")
+            shapes = _shapes(tables)
             clock.show("profile")
-            engines = ENGINES[-1] if shares_more or any(shape.heads for shape in shapes) else 0
-            service = Service([*images.values()], wanted.imports, usable, engines, wanted.gpu_memory or math.inf)
-            stack.callback(service.close)
-            if wanted.gpu_memory is not None and not service.has_gpu:
-                raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
-            builds = service.has_gpu and any(find_spec(name) for name in MODULES)
-            if builds and (building := unkept_engines(shapes[0].pipeline)):
-                why = "each candidate would build its engine again; set model::cache, a file that keeps it"
-                raise ToolError(f"{tables.source}: {', '.join(building)}: {why}")
+            service = _service(shapes, images, wanted, usable, hooks, stack)
             meter = CpuMeter(service.pids, [])
             meter.start()
             known = profile(service, shapes[0], len(usable), list(images), MOST_ONE_BY_ONE_SHARE * wanted.budget)
+            report.profile = {"lone": known.lone, "answers": known.answers}
             goal = _goal_of(wanted, known)
             if wanted.slo_p99 is not None and goal.slo < wanted.slo_p99:
-                report["notes"].append(f"open loops are too short for an SLO of {1000 * wanted.slo_p99:.0f} ms")
-            report |= {"slo_p99": goal.slo, "profile": {"lone": known.lone, "answers": known.answers}}
+                report.notes.append(f"open loops are too short for an SLO of {1000 * wanted.slo_p99:.0f} ms")
+            report.slo_p99 = goal.slo
             # So that clients wait half as long as the SLO.
             clients = min(known.clients, max(len(usable), round(goal.slo * known.answers / 2)))
             loops = Loops(service, goal, clients, known.loop_s)
             bench = Bench(shapes, images, service, known, goal, loops, clock, report, trials)
-            chosen = choose(bench)
+            chosen = hooks.choose(bench)
             if not _is_disturbed(report, meter):
                 trials.append(yours := Trial(known.base, figures=[known.answers]))
                 ranked = search(chosen, known, loops, clock, trials)
-                verdict = confirm(bench, verify(yours, ranked, loops, goal, clock))
-                report |= {"verdict": verdict.kind, "failed": verdict.why, "gain": verdict.gain}
-                report |= {"gain_interval": verdict.interval, "best": text.trial_fields(verdict.best, report)}
+                verdict = hooks.confirm(bench, verify(yours, ranked, loops, goal, clock))
+                report.decide(verdict)
                 if not _is_disturbed(report, meter) and verdict.kind == "better":
-                    report["tuned"] = dict(verdict.best.candidate.config)
+                    report.tuned = dict(verdict.best.candidate.config)
         except KeyboardInterrupt:
-            report["verdict"] = "interrupted"
+            report.verdict = "interrupted"
         except TorchpipeError as error:
             if not any(trial.gains for trial in trials):
                 raise
-            report |= {"verdict": "cannot tell", "failed": str(error), "tuned": None}
-    return text.completed(report, trials)
+            report.withdraw(str(error))
+    report.complete(trials)
 
 
 def named_images(images: str | os.PathLike[str] | Sequence[bytes]) -> dict[str, bytes]:
@@ -232,6 +218,36 @@ def sample_of(images: Mapping[str, bytes]) -> dict[str, bytes]:
     return dict([*images.items()][:: -(-len(images) // MOST_IMAGES)])
 
 
+def _shapes(tables: Tables) -> list[Candidate]:
+    """The shapes of a file, which must have one root."""
+    shapes = shapes_of(tables)
+    if len(entered := shapes[0].pipeline.graph.entered) != 1:
+        roots = f"requests enter at {', '.join(entered)}; only a file with one root can be tuned"
+        raise ToolError(f"{tables.source}: {roots}")
+    return shapes
+
+
+def _service(
+    shapes: Sequence[Candidate],
+    images: Mapping[str, bytes],
+    wanted: Wanted,
+    usable: Sequence[int],
+    hooks: Hooks,
+    stack: ExitStack,
+) -> Service:
+    """The tuner's processes, until the ``stack`` ends. ``ToolError`` if they cannot do what is wanted."""
+    engines = ENGINES[-1] if hooks.shares_more or any(shape.heads for shape in shapes) else 0
+    service = Service([*images.values()], wanted.imports, usable, engines, wanted.gpu_memory or math.inf)
+    stack.callback(service.close)
+    if wanted.gpu_memory is not None and not service.has_gpu:
+        raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
+    builds = service.has_gpu and any(find_spec(name) for name in MODULES)
+    if builds and (building := unkept_engines(shapes[0].pipeline)):
+        why = "each candidate would build its engine again; set model::cache, a file that keeps it"
+        raise ToolError(f"{shapes[0].config.source}: {', '.join(building)}: {why}")
+    return service
+
+
 def _goal_of(wanted: Wanted, known: Profile) -> Goal:
     """The goal. Raises ``ToolError`` if it cannot be reached, or not measured within the budget."""
     slo, rate, times = wanted.slo_p99, wanted.rate, wanted.times
@@ -247,12 +263,12 @@ def _goal_of(wanted: Wanted, known: Profile) -> Goal:
     return Goal.of(slo, rate, arrivals, known.lone, OPEN_LOOPS_SHARE * wanted.budget / OPEN_LOOPS)
 
 
-def _is_disturbed(report: dict[str, Any], meter: CpuMeter) -> bool:
+def _is_disturbed(report: Report, meter: CpuMeter) -> bool:
     """Whether other programs use too much of the cores so far; there is no verdict then."""
     use = meter.stop()
     percent = use.fields(use.parent + (use.server or 0.0))["other_cpu_percent"]
-    report["other_programs"] = None if percent is None else percent / 100 / len(os.sched_getaffinity(0))
-    is_disturbed = bool((report["other_programs"] or 0.0) > text.MOST_BY_OTHERS)
+    report.other_programs = None if percent is None else percent / 100 / len(os.sched_getaffinity(0))
+    is_disturbed = (report.other_programs or 0.0) > text.MOST_BY_OTHERS
     if is_disturbed:
-        report |= {"verdict": "cannot tell", "failed": ""}
+        report.withdraw("")
     return is_disturbed
