@@ -34,11 +34,11 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.files import replace_file
 from torchpipe_py.plan.config import Tables
-from torchpipe_py.tools.compare_models.images import Pictures, Source
+from torchpipe_py.tools.compare_models.images import Pictures, ResultSource
 from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.compare_models.tolerance import read_tolerance
 from torchpipe_py.tools.compile import report as text
-from torchpipe_py.tools.compile.changes import Chooser, Outcome
+from torchpipe_py.tools.compile.changes import ChangeOutcome, Chooser
 from torchpipe_py.tools.compile.command import compiled
 from torchpipe_py.tools.compile.losses import Halves, Losses, is_within
 from torchpipe_py.tools.options import at_least, output_file
@@ -300,7 +300,7 @@ def compile_all(folder: Path, budget: float, is_busy: bool, cases: Sequence[str]
             continue
         reports[name] = report.to_json()
         progress("\n".join([name, *text.lines_of(report), text.verdict_line(report)]))
-        used = ", ".join(change.name for change in report.changes if change.outcome is Outcome.USED)
+        used = ", ".join(change.name for change in report.changes if change.outcome is ChangeOutcome.USED)
         search, (low, high) = report.search, report.search.gain_interval
         settings = search.best and search.best.processes
         between = f"{low:.2f} to {high:.2f}"
@@ -369,7 +369,10 @@ def stated_loss_holds(repetitions: int, count: int, pool: int, limits: str) -> b
             key = f"{shape.alternative}{repetition if 'int8' in shape.alternative else ''}"
             if key not in true:
                 fresh = compare(
-                    Source("file", tables), Source(shape.shape, shape.config), Pictures(str(folder / "pool")), worst=0
+                    ResultSource("file", tables),
+                    ResultSource(shape.shape, shape.config),
+                    Pictures(str(folder / "pool")),
+                    worst=0,
                 )
                 losses = [[_loss(limit, each, tolerance) for each in fresh.compared] for limit in tolerance.limits]
                 true[key] = [float(np.mean([each for each in row if each is not None])) for row in losses]

@@ -24,7 +24,7 @@ from kit.small_zoo import use_small_zoo
 from torchpipe_py import Detections, ItemBackend, Param
 from torchpipe_py.cli import main
 from torchpipe_py.tools.compare_models.figures import Prediction
-from torchpipe_py.tools.compare_models.images import Pictures, Recorded, Source, shown_name
+from torchpipe_py.tools.compare_models.images import Pictures, Recorded, ResultSource, shown_name
 from torchpipe_py.tools.compare_models.results import Unusable, kinds_of, read, read_pixels, read_prediction
 from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.report import ToolError
@@ -377,9 +377,9 @@ def test_a_recorded_source_runs_once_for_each_image(images: Path) -> None:
         return "ring", 0.5
 
     with ExitStack() as stack:
-        reference = Recorded(Source("f", predict), stack)
+        reference = Recorded(ResultSource("f", predict), stack)
         for _ in range(2):
-            found = compare(reference, Source("g", lambda path: ("ring", 0.25)), Pictures(str(images)))
+            found = compare(reference, ResultSource("g", lambda path: ("ring", 0.25)), Pictures(str(images)))
             assert [image.figures for image in found.compared] == [{"top1": 1, "score": 0.25}] * 5
     assert len(called) == len(set(called)) == 5
 

@@ -17,7 +17,7 @@ from kit.oriented import EXIF_6, TAGGED
 from PIL import Image, ImageOps
 
 from torchpipe_py import ItemBackend
-from torchpipe_py.tools.compare_models.images import Pictures, Source
+from torchpipe_py.tools.compare_models.images import Pictures, ResultSource
 from torchpipe_py.tools.compare_models.run import Comparison, compare
 from torchpipe_py.tools.compare_models.tolerance import Verdict, read_tolerance
 
@@ -208,7 +208,7 @@ def pictures(tmp_path: Path) -> Pictures:
 def test_finds_each_planted_defect(tmp_path: Path, pictures: Pictures, register: Register, kind: str) -> None:
     make, postprocessor, limits = KINDS[kind]
     net, tolerance = make().eval(), read_tolerance(limits)
-    reference = Source("net.py:predict", predict_with(kind, make().eval()))
+    reference = ResultSource("net.py:predict", predict_with(kind, make().eval()))
     sound = {
         **torch_model(tmp_path / "net.pt", net),
         "backend": "S[DecodeMat,LetterBoxMat,cvtColorMat,Mat2Tensor,TorchTensor]",
@@ -220,7 +220,7 @@ def test_finds_each_planted_defect(tmp_path: Path, pictures: Pictures, register:
         sound["labels"] = str(tmp_path / "labels.txt")
 
     def outcome(config: Data) -> Comparison:
-        return compare(reference, Source("model.toml", {"model": config}), pictures, tolerance)
+        return compare(reference, ResultSource("model.toml", {"model": config}), pictures, tolerance)
 
     found = outcome(sound)
     assert (found.verdict, found.kinds) == (Verdict.WITHIN, (kind,)), (found.findings, found.refused[:1])

@@ -1,7 +1,7 @@
 """``torchpipe run`` in processes that kill themselves, each a step later: ``killed_run.py ARGUMENTS-OF-TORCHPIPE``.
 
 Each is a fork of this one, begins when a line comes, and has its exit status printed.
-A step is a call that changes files, or half of a line in the journal. Files are their own results, without a pipe.
+A step is a call that changes files, or half of a line. Files are their own results, without a pipe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from torchpipe_py import cli
-from torchpipe_py.tools.run import command, journal
+from torchpipe_py.tools.run import command, partial
 from torchpipe_py.tools.run.lines import Job
 from torchpipe_py.tools.run.pictures import replace_file
 from torchpipe_py.wire.json_values import json_line
@@ -80,8 +80,8 @@ for name in STEPS:
     setattr(os, name, stepping(getattr(os, name)))
 
 
-class Journal(journal.Journal):
-    """A journal whose lines may be torn."""
+class LineFile(partial.LineFile):
+    """A file whose lines may be torn."""
 
     def add(self, key: bytes, line: bytes, is_error: bool, digest: str = "") -> None:
         def half() -> None:
@@ -92,7 +92,7 @@ class Journal(journal.Journal):
         super().add(key, line, is_error, digest)
 
 
-command.Journal = Journal  # type: ignore[misc]
+command.LineFile = LineFile  # type: ignore[misc]
 command._workers = lambda args, source, settings, tables: InProcess(settings.folder)  # type: ignore[assignment]
 for _ in sys.stdin:
     _last += 1

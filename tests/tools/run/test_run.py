@@ -37,9 +37,9 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run import command, lines, pictures, worker
-from torchpipe_py.tools.run.journal import Journal, Lock
-from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings, failed_line, line_of_same_content
+from torchpipe_py.tools.run.lines import Job, LineMaker, Settings, StartedJob, failed_line, line_of_same_content
 from torchpipe_py.tools.run.outputs import check_kind, columns_of, write_table
+from torchpipe_py.tools.run.partial import LineFile, Lock
 from torchpipe_py.tools.run.pictures import draw_picture, picture_name
 from torchpipe_py.tools.run.progress import Progress, progress_line
 from torchpipe_py.tools.run.sources import Source, Unreadable, open_source, read_item
@@ -382,7 +382,7 @@ def test_worker_that_can_write_no_picture_ends_the_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(lines, "draw_picture", full)
     root: Any = SimpleNamespace(output=lambda data, key: data[key])
     job = Job(0, {"path": '"a"'}, "a", picture="a.png")
-    at_work._finished.put(Request(job, job.head, root, b"x", {"result": []}))
+    at_work._finished.put(StartedJob(job, job.head, root, b"x", {"result": []}))
     at_work._send_lines()
     assert sent == [[], ("failed", "no room")]
 
@@ -509,7 +509,7 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
     ],
 )
 def test_line_has_the_members_of_an_answer_to_infer(result: Any, register: Register) -> None:
-    ended: SimpleQueue[Request] = SimpleQueue()
+    ended: SimpleQueue[StartedJob] = SimpleQueue()
     maker = LineMaker(Settings(Tables.of({"backend": register(returns(result))})), 1, ended.put)
     try:
         maker.start(Job(0, {"path": '"a"'}, "a"), b"x", "")
@@ -560,14 +560,14 @@ def test_items_have_an_order_and_a_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tail", [b'{"path": "c", "resu', b'{"path": "c"}', b"\0\0\0\0\n", b'{"x": 1}\n{"path": "c"}\n']
 )
-def test_torn_end_of_a_journal_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+def test_torn_end_of_the_lines_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "a.partial"
     whole = b'{"path": "a", "result": 1}\n{"path": "b", "error": "x", "code": "y"}\n'
     path.write_bytes(whole + tail)
-    journal = Journal(path)
-    assert (journal.files, journal.errors, len(journal.done)) == (2, 1, 2)
-    journal.add(b"k", b'{"path": "d"}\n', False)
-    journal.close()
+    line_file = LineFile(path)
+    assert (line_file.files, line_file.errors, len(line_file.done)) == (2, 1, 2)
+    line_file.add(b"k", b'{"path": "d"}\n', False)
+    line_file.close()
     assert path.read_bytes() == whole + b'{"path": "d"}\n'
 
 

@@ -81,7 +81,7 @@ Function = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class ResultSource:
     """A source of results for images, and its name in reports: a TOML file, its tables, or a function."""
 
     name: str
@@ -177,7 +177,7 @@ class Recorded:
     All its results are kept in memory.
     """
 
-    def __init__(self, source: Source, stack: ExitStack) -> None:
+    def __init__(self, source: ResultSource, stack: ExitStack) -> None:
         self.name = source.name
         self._runner = source.open(stack)
         self.config, self.batch, self.labels = self._runner.config, self._runner.batch, self._runner.labels

@@ -25,8 +25,8 @@ from torchpipe_py.tools.compare_models.images import (
     Pictures,
     PipeRunner,
     Recorded,
+    ResultSource,
     Runner,
-    Source,
     read_images,
 )
 from torchpipe_py.tools.compare_models.measures import KINDS, MEASURES
@@ -74,10 +74,10 @@ class Comparison:
     ``pipe.setup_choices``.
     """
 
-    reference: Source | Recorded
-    candidate: Source | Recorded
+    reference: ResultSource | Recorded
+    candidate: ResultSource | Recorded
     pictures: Pictures
-    model: Source | None
+    model: ResultSource | None
     tolerance: Tolerance | None
     found: int
     seen: int = 0
@@ -114,12 +114,12 @@ class Comparison:
 
 
 def compare(
-    reference: Source | Recorded,
-    candidate: Source | Recorded,
+    reference: ResultSource | Recorded,
+    candidate: ResultSource | Recorded,
     pictures: Pictures,
     tolerance: Tolerance | None = None,
     *,
-    model: Source | None = None,
+    model: ResultSource | None = None,
     worst: int = 10,
     on_pair: OnPair | None = None,
     until: float = math.inf,

@@ -40,7 +40,7 @@ LEAST_PAIRS, PAIRS = 3, 8
 """Pairs of loops of each change beside the file: no more, once it surely gains or does not."""
 
 
-class Outcome(enum.Enum):
+class ChangeOutcome(enum.Enum):
     """The fate of a change."""
 
     USED = "used"
@@ -55,7 +55,7 @@ class MeasuredChange:
 
     name: str
     part: str
-    outcome: Outcome
+    outcome: ChangeOutcome
     why: str
     gain: float | None
     interval: tuple[float, float] | None
@@ -76,7 +76,7 @@ class Change:
 
     alternative: Alternative
     candidate: Candidate | None = None
-    outcome: Outcome = Outcome.NOT_POSSIBLE
+    outcome: ChangeOutcome = ChangeOutcome.NOT_POSSIBLE
     why: str = ""
     comparison: Comparison | None = None
     trial: Trial | None = None
@@ -137,7 +137,7 @@ class Chooser:
             name = "int8" if len(models) == 1 else f"int8 of {node}"
             self.changes.append(change := self._in_int8(file, node, model, name, bench.clock))
             self._measure_loss(change, len(models) - number, bench)
-        allowed = [change for change in self.changes if change.outcome is Outcome.NOT_USED]
+        allowed = [change for change in self.changes if change.outcome is ChangeOutcome.NOT_USED]
         for number, change in enumerate(allowed):
             self._measure_gain(change, bench, 1 / (len(allowed) - number + 1))
             bench.clock.show("changes")
@@ -157,7 +157,7 @@ class Chooser:
         )
         most = max(self.used, key=lambda change: change.loss)
         self.used.remove(most)
-        most.outcome, most.why = Outcome.REFUSED, why
+        most.outcome, most.why = ChangeOutcome.REFUSED, why
         fewer = with_alternatives(plain, [change.alternative for change in self.used])
         if bool(best.heads) != bool(fewer.heads):
             fewer = with_other_sharing(fewer) or fewer
@@ -170,7 +170,7 @@ class Chooser:
     def undo(self) -> None:
         """Use none of the changes: the file is as good without them."""
         for change in self.used:
-            change.outcome, change.why = Outcome.NOT_USED, "the file is as good without it"
+            change.outcome, change.why = ChangeOutcome.NOT_USED, "the file is as good without it"
         self.used.clear()
 
     @staticmethod
@@ -206,7 +206,7 @@ class Chooser:
             return
         # Twice a fair share of the time: what is refused early leaves its own to the others.
         seconds = min(1.0, 2 / (left + 1)) * bench.clock.left("losses")
-        change.outcome = Outcome.REFUSED
+        change.outcome = ChangeOutcome.REFUSED
         try:
             change.comparison = self._losses.of(change.candidate, seconds)
         except TorchpipeError as error:
@@ -215,7 +215,7 @@ class Chooser:
         finally:
             bench.clock.show("losses")
         if is_within(change.comparison):
-            change.outcome = Outcome.NOT_USED
+            change.outcome = ChangeOutcome.NOT_USED
         else:
             change.why = answer(change.comparison).removeprefix("B is ")
 
@@ -233,7 +233,7 @@ class Chooser:
             trial = change.trial if best is None else self._together(change, best.candidate, bench)
             if trial is not None:
                 self.used.append(change)
-                change.outcome, best = Outcome.USED, trial
+                change.outcome, best = ChangeOutcome.USED, trial
             bench.clock.show("changes")
 
     def _together(self, change: Change, best: Candidate, bench: Bench) -> Trial | None:

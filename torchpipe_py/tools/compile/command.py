@@ -33,7 +33,7 @@ from torchpipe_py.tools.tune.command import check_out, serve_command, wanted_of
 from torchpipe_py.tools.tune.engine import MOST_IMAGES, Bench, Hooks, Wanted, measure, require
 from torchpipe_py.tools.tune.report import Report, tuned_text
 from torchpipe_py.tools.tune.search import Progress, Trial
-from torchpipe_py.tools.tune.verify import Verdict, verify
+from torchpipe_py.tools.tune.verify import TuningVerdict, verify
 
 DEFAULT_BUDGET_S = 240.0
 
@@ -150,7 +150,7 @@ class _Compilation:
         self._chooser = chooser
         return shapes
 
-    def confirm(self, bench: Bench, verdict: Verdict) -> Verdict:
+    def confirm(self, bench: Bench, verdict: TuningVerdict) -> TuningVerdict:
         """The verdict, if the other half of the pictures shows that the best file keeps the tolerance.
 
         Else that of the file without the change that lost most. This is done only once, so that a file beyond the
@@ -177,7 +177,7 @@ class _Compilation:
         self._report.loss, self._report.choices = comparison, dict(comparison.choices)
         self._report.certified = is_within(comparison)
         if not self._report.certified:
-            return Verdict("cannot tell", bench.trials[0], why=f"the best file is {_on_others(comparison)}")
+            return TuningVerdict("cannot tell", bench.trials[0], why=f"the best file is {_on_others(comparison)}")
         return verdict
 
     def _losses(self, paths: Sequence[Path], seconds: float) -> Losses:

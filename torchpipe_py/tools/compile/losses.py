@@ -10,7 +10,7 @@ from time import monotonic
 
 from torchpipe_py.errors import counted
 from torchpipe_py.plan.config import Tables
-from torchpipe_py.tools.compare_models.images import Pictures, Recorded, Source
+from torchpipe_py.tools.compare_models.images import Pictures, Recorded, ResultSource
 from torchpipe_py.tools.compare_models.run import Comparison, compare
 from torchpipe_py.tools.compare_models.sequence import ConfidenceSequence
 from torchpipe_py.tools.compare_models.tolerance import Tolerance, Verdict
@@ -56,7 +56,7 @@ class Losses:
     def __init__(self, file: Tables, tolerance: Tolerance, img_dir: str, paths: Sequence[Path], seconds: float) -> None:
         self._tolerance, self._pictures, self._stack = tolerance, Pictures(img_dir, paths), ExitStack()
         try:
-            self._file = Recorded(Source(file.source, file), self._stack)
+            self._file = Recorded(ResultSource(file.source, file), self._stack)
             compare(self._file, self._file, self._pictures, tolerance, until=monotonic() + seconds)
         except BaseException:
             self.close()
@@ -70,7 +70,7 @@ class Losses:
 
         Raises ``TorchpipeError`` if the candidate cannot run.
         """
-        source = Source(candidate.shape, candidate.config)
+        source = ResultSource(candidate.shape, candidate.config)
         return compare(self._file, source, self._pictures, self._tolerance, until=monotonic() + seconds)
 
 

@@ -15,7 +15,7 @@ from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools import report as shared
 from torchpipe_py.tools.compare_models.run import Comparison
 from torchpipe_py.tools.compare_models.tolerance import Tolerance
-from torchpipe_py.tools.compile.changes import MeasuredChange, Outcome
+from torchpipe_py.tools.compile.changes import ChangeOutcome, MeasuredChange
 from torchpipe_py.tools.compile.losses import Halves
 from torchpipe_py.tools.load.measure import cpu_model
 from torchpipe_py.tools.parity.command import tolerance_json
@@ -84,7 +84,7 @@ def loss_text(loss: Comparison | None) -> str:
 def rows_of(report: CompileReport) -> list[tuple[str, ...]]:
     """A row under ``HEADS`` for each change: those that are used, then the others that were measured."""
     rows = list[tuple[str, ...]]()
-    order = [Outcome.USED, Outcome.NOT_USED, Outcome.REFUSED]
+    order = [ChangeOutcome.USED, ChangeOutcome.NOT_USED, ChangeOutcome.REFUSED]
     measured = [change for change in report.changes if change.outcome in order]
     for change in sorted(measured, key=lambda change: (order.index(change.outcome), -(change.gain or 0))):
         low, high = change.ms_interval or (math.nan, math.nan)
@@ -106,7 +106,7 @@ def lines_of(report: CompileReport) -> list[str]:
     lines = [*aligned(facts), *aligned(rows_of(report), HEADS)] if report.changes else aligned(facts)
     others: dict[str, list[str]] = {}
     for change in report.changes:
-        if change.outcome is Outcome.NOT_POSSIBLE:
+        if change.outcome is ChangeOutcome.NOT_POSSIBLE:
             others.setdefault(change.why, []).append(change.name)
     lines += [f"not possible: {', '.join(names)}: {why}" for why, names in others.items()]
     return [*tuned.lines_of(report.search), *lines]

@@ -30,7 +30,7 @@ from torchpipe_py.tools.export.config import (
     to_toml,
 )
 from torchpipe_py.tools.export.from_onnx import export_onnx
-from torchpipe_py.tools.export.models import Source, find_classifier, find_module, transform_of
+from torchpipe_py.tools.export.models import ModelToExport, find_classifier, find_module, transform_of
 from torchpipe_py.tools.export.onnx_file import BATCHES, check_batch, export_checked, noise, quiet
 from torchpipe_py.tools.export.outputs import flat, has_names, names_of
 from torchpipe_py.tools.report import ToolError
@@ -167,7 +167,7 @@ def _is_softmax(output: Any) -> bool:
     return output.shape[1] > 1 and float(output.min()) >= 0 and float((sums - 1).abs().max()) < SUM_TOLERANCE
 
 
-def _source(args: argparse.Namespace) -> Source:
+def _source(args: argparse.Namespace) -> ModelToExport:
     name, suffix = os.path.splitext(args.source)
     if ":" in args.source:
         transform, origin = Transform(), "torchvision's usual values; are they yours?"
@@ -187,7 +187,7 @@ def _source(args: argparse.Namespace) -> Source:
     raise ToolError(f"{args.source}: {hint}; MODEL is {FORMS}")
 
 
-def _changed(source: Source, args: argparse.Namespace) -> tuple[Transform, str]:
+def _changed(source: ModelToExport, args: argparse.Namespace) -> tuple[Transform, str]:
     """The preprocessing with the options applied, and a description of where the rest comes from.
 
     With a new ``--resize``, the crop has that size too, or there is none.
@@ -207,7 +207,7 @@ def _changed(source: Source, args: argparse.Namespace) -> tuple[Transform, str]:
     return replace(source.transform, **changes), rest if left else "as the options say"
 
 
-def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[str]:
+def _labels(path: Path | None, source: ModelToExport, classes: int | None) -> Sequence[str]:
     """Labels from the file or the weights; ``ToolError`` if their number is not that of the classes."""
     if path is None:
         return source.labels if len(source.labels) == classes else ()

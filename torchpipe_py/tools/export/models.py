@@ -33,7 +33,7 @@ UNTRAINED = "random"
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelToExport:
     """A model to export. ``weights`` and ``origin``, the source of its preprocessing, are descriptions for people."""
 
     name: str
@@ -169,7 +169,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def find_module(name: str, weights: str | None, transform: Transform, origin: str) -> Source:
+def find_module(name: str, weights: str | None, transform: Transform, origin: str) -> ModelToExport:
     """The module that ``module:function`` or ``file.py:function`` returns, with the weights of a file if given.
 
     A parameter ``classes`` or ``num_classes`` without a default gets the number of names in the list ``classes`` of a
@@ -204,11 +204,11 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
         model = model.module
     model = model.cpu().float().eval()
     if weights is None:
-        return Source(function_name, model, "its own weights", transform, origin)
+        return ModelToExport(function_name, model, "its own weights", transform, origin)
     if loaded is None:
         raise ToolError(f"--weights {weights}: only for torchvision's; give a file, or let {function_name} load them")
     load_into(model, loaded, name, f"{function_name} must build the model that the file was saved from")
-    return Source(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
+    return ModelToExport(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
 
 
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
@@ -217,7 +217,7 @@ NOT_IN_A_FILE = ("googlenet", "inception_v3")
 """Weights of these do not show whether the model normalises pixels again (``transform_input``)."""
 
 
-def find_classifier(name: str, weights: str | None, transforms: str | None, seed: int = 0) -> Source:
+def find_classifier(name: str, weights: str | None, transforms: str | None, seed: int = 0) -> ModelToExport:
     """A classifier of torchvision; ``weights`` is a file, "pretrained" (the default), "random" or a torchvision name.
 
     Random weights are made from ``seed``. The preprocessing is that of the weights named by ``transforms``, or else of
@@ -246,8 +246,8 @@ def find_classifier(name: str, weights: str | None, transforms: str | None, seed
         raise ToolError(f"--weights {weights}: no such file; {name} has {valid}")
     labels = labels or (tuple(of.meta["categories"]) if of else ())
     if transforms is None:
-        return Source(name, model, words, Transform.of((of or best).transforms()), str(of or best), labels)
-    return Source(name, model, words, *transform_of(transforms, name), labels)
+        return ModelToExport(name, model, words, Transform.of((of or best).transforms()), str(of or best), labels)
+    return ModelToExport(name, model, words, *transform_of(transforms, name), labels)
 
 
 def pretrained_weights(name: str) -> Weights:

@@ -119,7 +119,7 @@ def outputs_of(model: Callable[[Any], Any], images: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Deviation:
     """How an ONNX file answers beside PyTorch: the largest absolute difference, and the largest output.
 
     ``places`` are lines whose Python values the exporter may have fixed.
@@ -132,7 +132,7 @@ class Comparison:
 
 def compare_outputs(
     model: Callable[[Any], Any], session: Any, inputs: dict[str, Any], tolerance: float, causes: str = ""
-) -> Comparison:
+) -> Deviation:
     """Compare PyTorch's and ONNX Runtime's outputs for batches, each named for messages, random ones first.
 
     ``ToolError`` for outputs of other shapes, for NaN and infinity, and for a difference of more than ``tolerance``
@@ -156,7 +156,7 @@ def compare_outputs(
                 apart = f"{difference:.2g}, of {scales[place]:.2g} at most"
                 raise ToolError(f"{where} differs from PyTorch's by {apart}{causes}")
             worst = max(worst, difference)
-    return Comparison(worst, max(scales.values(), default=0.0))
+    return Deviation(worst, max(scales.values(), default=0.0))
 
 
 _FIXED = "forward may contain a fixed batch size: use x.flatten(1), not x.view(4, -1)"
@@ -171,7 +171,7 @@ def export_checked(
     batches: Sequence[int] = BATCHES,
     tolerance: float = TOLERANCE,
     axes: Axes = BATCH_AXES,
-) -> Comparison:
+) -> Deviation:
     """``save_onnx``, then ``compare_outputs`` for random images at every batch size, and for plain ones.
 
     Raises ``ToolError`` if they differ, or the file does not run at some batch size.

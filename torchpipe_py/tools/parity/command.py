@@ -16,7 +16,7 @@ from torchpipe_py import registry
 from torchpipe_py.errors import counted, nearest
 from torchpipe_py.tools import report
 from torchpipe_py.tools.compare_models.figures import FIGURES, accuracy, agreement, disagreeing, measured, spreads
-from torchpipe_py.tools.compare_models.images import Function, Pictures, Source
+from torchpipe_py.tools.compare_models.images import Function, Pictures, ResultSource
 from torchpipe_py.tools.compare_models.measures import MEASURES
 from torchpipe_py.tools.compare_models.report import (
     TITLES,
@@ -52,7 +52,7 @@ def run_parity(args: argparse.Namespace) -> int:
     code = args.against.rpartition(":")[0] if args.against is not None else None
     check_outputs({"html": args.html, "json": args.json}, [args.a, args.b, args.model, code])
     reference, candidate, notes = _sides(args)
-    model = None if args.model is None else Source(args.model, args.model)
+    model = None if args.model is None else ResultSource(args.model, args.model)
     views = WorstViews(args.worst) if args.html is not None else None
     parity = compare(
         reference,
@@ -82,17 +82,17 @@ def run_parity(args: argparse.Namespace) -> int:
     return 0 if not problem and is_kept else 1
 
 
-def _sides(args: argparse.Namespace) -> tuple[Source, Source, list[str]]:
+def _sides(args: argparse.Namespace) -> tuple[ResultSource, ResultSource, list[str]]:
     """The reference, what is compared with it, and notes."""
-    config = Source(args.a, args.a)
+    config = ResultSource(args.a, args.a)
     if args.against is not None:
-        return Source(args.against, find_function(args.against)), config, []
+        return ResultSource(args.against, find_function(args.against)), config, []
     if args.torchvision is None:
-        return config, Source(args.b, args.b), []
+        return config, ResultSource(args.b, args.b), []
     backend = registry.default.register_backend(TorchvisionTransform).__name__
     tables, notes = before_model(args.a, args.torchvision)
     name = f"torchvision's {args.torchvision}"
-    return Source(args.a, tables), Source(name, {"backend": backend, "weights": args.torchvision}), notes
+    return ResultSource(args.a, tables), ResultSource(name, {"backend": backend, "weights": args.torchvision}), notes
 
 
 def find_function(name: str) -> Function:

@@ -16,7 +16,7 @@ from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.figures import accuracy, agreement
-from torchpipe_py.tools.compare_models.images import Pictures, PipeRunner, Source, images_of, read_images
+from torchpipe_py.tools.compare_models.images import Pictures, PipeRunner, ResultSource, images_of, read_images
 from torchpipe_py.tools.compare_models.report import text_report
 from torchpipe_py.tools.compare_models.results import is_tensor, refusal
 from torchpipe_py.tools.compare_models.run import compare
@@ -129,7 +129,7 @@ def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], c
 def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
     """Compare both models on images not used for calibration; ``ToolError`` if too much is lost."""
     name = f"{target.config} with {args.out.name}"
-    reference, changed = Source(target.config, target.config), Source(name, target.with_model(candidate))
+    reference, changed = ResultSource(target.config, target.config), ResultSource(name, target.with_model(candidate))
     parity = compare(reference, changed, Pictures(args.img_dir, paths), worst=0)
     agreed, right = agreement(parity.compared), accuracy(parity.compared)
     refused = "".join(f"; {image.name}: {image.a or image.b}" for image in parity.refused[:1])

@@ -19,11 +19,11 @@ from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.sharing import usual_workers
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.run.fleet import Fleet, Outcome
 from torchpipe_py.tools.run.identity import identity_of
-from torchpipe_py.tools.run.journal import Journal, Lock, remove_partial, sync_folder, writing
 from torchpipe_py.tools.run.lines import HEAD_KEYS, Job, Settings, failed_line, line_of_same_content, with_hash
+from torchpipe_py.tools.run.local_workers import LocalWorkers, Outcome
 from torchpipe_py.tools.run.outputs import LINES, check_kind, write_table
+from torchpipe_py.tools.run.partial import LineFile, Lock, remove_partial, sync_folder, writing
 from torchpipe_py.tools.run.pictures import picture_name, remove_unfinished
 from torchpipe_py.tools.run.progress import Progress
 from torchpipe_py.tools.run.sources import Item, Source, Unreadable, open_source
@@ -32,7 +32,7 @@ from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.parameters import split as split_parameters
 
 ITEMS_PER_JOB = 4
-"""Items without a line in the journal, for each job that the workers may have."""
+"""Items without a line in the file, for each job that the workers may have."""
 
 
 class Workers(Protocol):
@@ -79,20 +79,20 @@ def run_run(args: argparse.Namespace) -> int:
         if args.draw:
             with writing(partial):
                 partial.mkdir(exist_ok=True)
-        journal = Journal(partial / LINES if args.draw else partial, _has_picture(partial) if args.draw else None)
-        stack.callback(journal.close)
+        line_file = LineFile(partial / LINES if args.draw else partial, _has_picture(partial) if args.draw else None)
+        stack.callback(line_file.close)
         try:
-            run = _Run(args, source, settings, journal, _workers(args, source, settings, tables))
+            run = _Run(args, source, settings, line_file, _workers(args, source, settings, tables))
             stack.callback(run.close)
             status = run.run()
         except BaseException:
-            if not journal.files:  # nothing to resume
+            if not line_file.files:  # nothing to resume
                 remove_partial(partial)
                 lock.remove()
             raise
         if status == 130:
             return status
-        _finish(kind, journal, lock, out, partial)
+        _finish(kind, line_file, lock, out, partial)
         print(f"{out}: {run.summary()}", file=sys.stderr)
     return status
 
@@ -109,18 +109,18 @@ def _begin(out: Path, partial: Path, restart: bool, is_known: bool) -> None:
         remove_partial(partial)
 
 
-def _finish(kind: str, journal: Journal, lock: Lock, out: Path, partial: Path) -> None:
+def _finish(kind: str, line_file: LineFile, lock: Lock, out: Path, partial: Path) -> None:
     """Give the output its name: whoever sees OUT sees it complete."""
-    journal.sync(and_all=kind == "folder")
+    line_file.sync(and_all=kind == "folder")
     complete = partial
     if kind in ("csv", "parquet"):
         complete = Path(f"{out}.tmp")
         with writing(complete):
-            write_table(kind, journal.lines, complete)
+            write_table(kind, line_file.lines, complete)
     elif kind == "folder":
         with writing(partial):
             remove_unfinished(str(partial))
-    lock.finish(journal.errors)
+    lock.finish(line_file.errors)
     with writing(out):
         os.replace(complete, out)
         remove_partial(partial)
@@ -138,7 +138,7 @@ def _has_picture(folder: Path) -> Any:
 
 @dataclass(eq=False)
 class _Entry:
-    """An item that has no line in the journal yet."""
+    """An item that has no line in the file yet."""
 
     number: int
     item: Item
@@ -152,13 +152,13 @@ class _Entry:
 
 
 class _Run:
-    """The items of a source on their way through workers to a journal."""
+    """The items of a source on their way through workers to the file of lines."""
 
     def __init__(
-        self, args: argparse.Namespace, source: Source, settings: Settings, journal: Journal, workers: Workers
+        self, args: argparse.Namespace, source: Source, settings: Settings, line_file: LineFile, workers: Workers
     ) -> None:
         self._args, self._source, self._settings = args, source, settings
-        self._journal, self._workers = journal, workers
+        self._line_file, self._workers = line_file, workers
         self._entries: dict[int, _Entry] = {}
         self._keys: set[bytes] = set()
         """Those of the entries."""
@@ -166,8 +166,8 @@ class _Run:
         """The entry that is computed, by the hash of its content."""
         self._count = self._next = 0
         """The number of the next item, and of the next line with ``--ordered``."""
-        self._before = journal.files
-        self._progress = Progress(args.progress, source.count, journal.files)
+        self._before = line_file.files
+        self._progress = Progress(args.progress, source.count, line_file.files)
 
     def run(self) -> int:
         """The exit status."""
@@ -184,17 +184,17 @@ class _Run:
             self._workers.finish()
         except KeyboardInterrupt:
             self._progress.close()
-            self._journal.sync(and_all=self._args.draw)
+            self._line_file.sync(and_all=self._args.draw)
             again = "start it again with the same arguments to go on"
             print(f"torchpipe: interrupted after {self.summary()}; {again}", file=sys.stderr)
             return 130
-        if not self._journal.files:
+        if not self._line_file.files:
             raise ToolError(f"{self._args.source}: nothing in it")
-        return 1 if self._journal.errors else 0
+        return 1 if self._line_file.errors else 0
 
     def summary(self) -> str:
         """The lines so far, in a few words."""
-        files, errors = self._journal.files, self._journal.errors
+        files, errors = self._line_file.files, self._line_file.errors
         seconds = monotonic() - self._progress.began
         rate = (files - self._before) / seconds if seconds else 0.0
         before = f", {self._before:,} of them before" if self._before else ""
@@ -217,7 +217,7 @@ class _Run:
                 raise ToolError(f"{self._args.source}: cannot be read: {error.strerror or error}") from error
             if item is not None and own is not None and os.path.abspath(item.where).startswith(own):
                 continue  # a picture of this run, whose folder lies in the source
-            if item is None or (item.key not in self._journal.done and item.key not in self._keys):
+            if item is None or (item.key not in self._line_file.done and item.key not in self._keys):
                 yield item
 
     def _has_room(self) -> bool:
@@ -245,7 +245,7 @@ class _Run:
         self._workers.add(Job(entry.number, item.head(), item.where, data, item.color, picture))
 
     def _take(self) -> None:
-        """Wait for outcomes, and add their lines to the journal."""
+        """Wait for outcomes, and add their lines to the file."""
         for number, outcome in self._workers.take():
             entry = self._entries.get(number)
             if entry is None or entry.line is not None:
@@ -256,14 +256,14 @@ class _Run:
                 self._end(entry, outcome)
             else:
                 self._end(entry, failed_line(with_hash(entry.item.head(), entry.digest), outcome))
-        self._journal.sync_if_due(and_all=self._args.draw)
-        self._progress.show(self._journal.files, self._journal.errors)
+        self._line_file.sync_if_due(and_all=self._args.draw)
+        self._progress.show(self._line_file.files, self._line_file.errors)
 
     def _decide(self, entry: _Entry, digest: str) -> None:
         """Have an item computed, unless one with the same content is, or was."""
         entry.digest = digest
         first = self._computed.get(digest)
-        line = self._journal.line_with(digest) if first is None else first.line
+        line = self._line_file.line_with(digest) if first is None else first.line
         is_wanted = line is None and first in (None, entry)
         self._workers.decide(entry.number, is_wanted)
         if line is not None:
@@ -274,7 +274,7 @@ class _Run:
             first.same.append(entry)
 
     def _end(self, entry: _Entry, line: bytes) -> None:
-        """End an item, and those with the same content: their lines go to the journal, in order if that is wanted."""
+        """End an item, and those with the same content: their lines go to the file, in order if that is wanted."""
         entry.line = line
         if not self._args.ordered:
             self._add(entry, line)
@@ -289,7 +289,7 @@ class _Run:
         self._keys.discard(entry.key)
         if self._computed.get(entry.digest) is entry:
             del self._computed[entry.digest]
-        self._journal.add(entry.key, line, _is_error(line), entry.digest)
+        self._line_file.add(entry.key, line, _is_error(line), entry.digest)
 
 
 def _is_error(line: bytes) -> bool:
@@ -327,4 +327,4 @@ def _workers(args: argparse.Namespace, source: Source, settings: Settings, table
         return RayWorkers(args.ray, settings, args.workers)
     # As the service, but without engine processes: each worker has the shared nodes, too.
     usual = 1 if NVIDIA.exists() else usual_workers(tables, usable_cores(), has_gpu=False)
-    return Fleet(settings, args.workers or usual, args.timeout)
+    return LocalWorkers(settings, args.workers or usual, args.timeout)

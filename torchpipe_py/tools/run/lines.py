@@ -69,7 +69,7 @@ class Job(NamedTuple):
 
 
 @dataclass(eq=False)
-class Request:
+class StartedJob:
     """A job on its way: ``source`` is its image, if it is to be drawn; the outcome is in ``data``, or ``error``."""
 
     job: Job
@@ -83,11 +83,11 @@ class Request:
 class LineMaker:
     """A pipe that runs jobs, and makes the line of each.
 
-    Raises what ``pipe`` raises. ``processes`` is the number of processes that share the cores. ``started`` requests
+    Raises what ``pipe`` raises. ``processes`` is the number of processes that share the cores. ``started`` jobs
     end in ``finished``, from any thread; ``line`` makes the line.
     """
 
-    def __init__(self, settings: Settings, processes: int, finished: Callable[[Request], object]) -> None:
+    def __init__(self, settings: Settings, processes: int, finished: Callable[[StartedJob], object]) -> None:
         for name in settings.imports:
             import_code(name)
         limit_threads()  # NOTE: after custom code, which may have set them
@@ -109,41 +109,41 @@ class LineMaker:
 
     def start(self, job: Job, data: Any, digest: str) -> None:
         """Run a job on its data; it ends in ``finished``."""
-        request = Request(job, with_hash(job.head, digest), source=data if job.picture else None)
+        started = StartedJob(job, with_hash(job.head, digest), source=data if job.picture else None)
         settings = self._settings
         try:
-            request.root, request.data = self._roots.item(
+            started.root, started.data = self._roots.item(
                 {TASK_DATA_KEY: data}, settings.node_name, None, settings.outputs, settings.parameters
             )
             if job.color:
-                request.data[TASK_COLOR_KEY] = job.color
+                started.data[TASK_COLOR_KEY] = job.color
 
             def finish(_: Any, error: BaseException | None) -> None:
-                request.error = error
-                self._finished(request)
+                started.error = error
+                self._finished(started)
 
-            self._pipe.dispatch(request.data, finish)
+            self._pipe.dispatch(started.data, finish)
         except Exception as error:
-            request.error = error
-            self._finished(request)
+            started.error = error
+            self._finished(started)
 
     def fail(self, job: Job, error: BaseException) -> None:
         """End a job that was not started."""
-        self._finished(Request(job, job.head, error=error))
+        self._finished(StartedJob(job, job.head, error=error))
 
-    def line(self, request: Request) -> bytes:
-        """The line of a request that has ended; draws its picture before. ``ToolError`` if none can be written."""
+    def line(self, started: StartedJob) -> bytes:
+        """The line of a job that has ended; draws its picture before. ``ToolError`` if none can be written."""
         try:
-            if request.error is not None:
-                raise request.error
-            assert request.root is not None
-            values = {key: request.root.output(request.data, key) for key in self._settings.outputs}
-            members = dict(request.head)
-            if request.source is not None:
+            if started.error is not None:
+                raise started.error
+            assert started.root is not None
+            values = {key: started.root.output(started.data, key) for key in self._settings.outputs}
+            members = dict(started.head)
+            if started.source is not None:
                 result = next(iter(values.values()))
-                where, job = self._settings.folder, request.job
-                draw_picture(where, job.picture, request.source, job.color, result, self._decoders)
-                members["picture"] = to_text("picture", request.job.picture)
+                where, job = self._settings.folder, started.job
+                draw_picture(where, job.picture, started.source, job.color, result, self._decoders)
+                members["picture"] = to_text("picture", started.job.picture)
             for key, value in values.items():
                 members.update(to_json(key, value))
             return json_line(members)
@@ -152,7 +152,7 @@ class LineMaker:
         except Exception as error:
             if not isinstance(error, TorchpipeError) or code_of(error) == "backend_error":
                 self._log(error)
-            return failed_line(request.head, error)
+            return failed_line(started.head, error)
 
     def close(self) -> None:
         """Close the pipe."""

@@ -16,8 +16,8 @@ from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import first_line
 from torchpipe_py.ray.resources import plan_replica, resources_of
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.run.fleet import Outcome
-from torchpipe_py.tools.run.lines import Job, LineMaker, Request, Settings
+from torchpipe_py.tools.run.lines import Job, LineMaker, Settings, StartedJob
+from torchpipe_py.tools.run.local_workers import Outcome
 from torchpipe_py.tools.run.sources import is_url
 
 ROUND = 50_000
@@ -174,16 +174,16 @@ class _Lines:
     def __init__(self, settings: Settings, folder: str) -> None:
         if os.path.isdir(folder):
             os.chdir(folder)  # relative paths are those of the driver
-        self._ended: SimpleQueue[Request] = SimpleQueue()
-        put: Callable[[Request], None] = self._ended.put
+        self._ended: SimpleQueue[StartedJob] = SimpleQueue()
+        put: Callable[[StartedJob], None] = self._ended.put
         self._maker = LineMaker(settings, usable_cores(), put)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, np.ndarray]:
         outcomes: list[tuple[int, bytes]] = []
 
         def take() -> None:
-            request = self._ended.get()
-            outcomes.append((request.job.number, self._maker.line(request)))
+            ended = self._ended.get()
+            outcomes.append((ended.job.number, self._maker.line(ended)))
 
         for started, job in enumerate(map(pickle.loads, block["job"])):
             if started - len(outcomes) >= self._maker.ahead:

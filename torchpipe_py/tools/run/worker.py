@@ -19,7 +19,7 @@ from typing import Any
 from torchpipe_py.errors import TorchpipeError, describe
 from torchpipe_py.proc.confine import end_with_parent
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.run.lines import Job, LineMaker, Request
+from torchpipe_py.tools.run.lines import Job, LineMaker, StartedJob
 from torchpipe_py.tools.run.sources import is_url
 
 READERS = 8
@@ -51,7 +51,7 @@ def main(descriptor: int, parent: int) -> None:
 class _Worker:
     def __init__(self, channel: Connection, settings: Any, processes: int) -> None:
         self._channel = channel
-        self._finished: SimpleQueue[Request | tuple[int, str]] = SimpleQueue()
+        self._finished: SimpleQueue[StartedJob | tuple[int, str]] = SimpleQueue()
         self._by_content = settings.by_content
         self._maker = LineMaker(settings, processes, self._finished.put)
         self._held: dict[int, tuple[Job, Any, str]] = {}

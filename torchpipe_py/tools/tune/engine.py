@@ -28,7 +28,7 @@ from torchpipe_py.tools.tune.candidates import ENGINES, Candidate, shapes_of, un
 from torchpipe_py.tools.tune.measure import CALLS, MOST_ARRIVALS, Goal, Loops, Profile, Service, profile
 from torchpipe_py.tools.tune.report import Report
 from torchpipe_py.tools.tune.search import Budget, Progress, Trial, search
-from torchpipe_py.tools.tune.verify import Verdict, verify
+from torchpipe_py.tools.tune.verify import TuningVerdict, verify
 
 MOST_ONE_BY_ONE_SHARE = 0.3
 """Share of the budget that the images may take one at a time."""
@@ -142,7 +142,7 @@ class Hooks:
     """
 
     choose: Callable[[Bench], Sequence[Candidate]] = as_it_is
-    confirm: Callable[[Bench, Verdict], Verdict] = lambda bench, verdict: verdict
+    confirm: Callable[[Bench, TuningVerdict], TuningVerdict] = lambda bench, verdict: verdict
     shares_more: bool = False
 
 

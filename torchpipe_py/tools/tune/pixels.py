@@ -18,7 +18,7 @@ from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import canonical
 from torchpipe_py.tools.compare_models.figures import Compared, agreement, measured, objects_of
-from torchpipe_py.tools.compare_models.images import Pictures, Source, images_of
+from torchpipe_py.tools.compare_models.images import Pictures, ResultSource, images_of
 from torchpipe_py.tools.compare_models.report import summary
 from torchpipe_py.tools.compare_models.run import compare
 from torchpipe_py.tools.report import ToolError
@@ -203,7 +203,7 @@ def parity_of(written: Candidate, other: Candidate, img_dir: str) -> str:
     """
     paths = images_of(img_dir)
     some = Pictures(img_dir, paths[:: -(-len(paths) // MOST_IMAGES)])
-    outcome = compare(Source(written.shape, written.config), Source(other.shape, other.config), some)
+    outcome = compare(ResultSource(written.shape, written.config), ResultSource(other.shape, other.config), some)
     if refused := [image for image in outcome.refused if image.b and not image.a]:
         raise ToolError(f"{refused[0].name} has no result: {refused[0].b}")
     words = summary(outcome)

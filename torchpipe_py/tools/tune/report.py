@@ -16,7 +16,7 @@ from torchpipe_py.tools.load.measure import cpu_model
 from torchpipe_py.tools.report import Line, aligned, chart, linear_axis
 from torchpipe_py.tools.tune.measure import Point
 from torchpipe_py.tools.tune.search import NO_TIME, Trial
-from torchpipe_py.tools.tune.verify import Verdict
+from torchpipe_py.tools.tune.verify import TuningVerdict
 
 MOST_BY_OTHERS = 0.15
 """Share of the cores that other programs may use; with more, there is no verdict."""
@@ -77,7 +77,7 @@ class Report:
 
     ``slo_given``: the user gave ``slo_p99``, which else is chosen after the ``profile``: how long a request takes
     ``lone``, and how many ``answers`` per second waiting clients get. ``parity`` is by the names of alternatives.
-    ``verdict`` is one of ``verify.Verdict``, for the reason ``failed``, or ``interrupted``. ``tuned`` are the tables of
+    ``verdict`` is a ``TuningVerdict.kind``, for the reason ``failed``, or ``interrupted``. ``tuned`` are the tables of
     the better configuration, ``command`` serves it.
     """
 
@@ -105,7 +105,7 @@ class Report:
     others: list[MeasuredTrial] = field(default_factory=list)
     command: str = ""
 
-    def decide(self, verdict: Verdict) -> None:
+    def decide(self, verdict: TuningVerdict) -> None:
         """Take a verdict; ``tuned`` is left as it is."""
         self.verdict, self.failed, self.best = verdict.kind, verdict.why, self.measured(verdict.best)
         self.gain, self.gain_interval = verdict.gain, verdict.interval

@@ -42,7 +42,7 @@ MOST_EXCESS = 1.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TuningVerdict:
     """The outcome: ``kind`` is ``better``, ``as good`` or ``cannot tell``; ``why`` is a reason for the last one.
 
     ``best`` is the trial that is better, else the one of the file. ``gain`` is its factor, with the 95 % interval.
@@ -55,7 +55,7 @@ class Verdict:
     why: str = ""
 
 
-def verify(yours: Trial, ranked: Sequence[Trial], measurer: Measurer, goal: Goal, budget: Budget) -> Verdict:
+def verify(yours: Trial, ranked: Sequence[Trial], measurer: Measurer, goal: Goal, budget: Budget) -> TuningVerdict:
     """Measure the file and the first of ``ranked`` in open loops, then these beside the file, and compare them.
 
     The gains that chose them are forgotten: what won among many was also lucky.
@@ -77,15 +77,15 @@ def verify(yours: Trial, ranked: Sequence[Trial], measurer: Measurer, goal: Goal
     return judge(yours, finalists, goal)
 
 
-def judge(yours: Trial, finalists: Sequence[Trial], goal: Goal) -> Verdict:
+def judge(yours: Trial, finalists: Sequence[Trial], goal: Goal) -> TuningVerdict:
     """Compare the best finalist with the file.
 
     What answers more but holds clearly less within the SLO is not better.
     """
     if goal.rate is not None and min(each.p99 for each in (yours, *finalists)) >= NEVER_S:
-        return Verdict("cannot tell", yours, why=f"at {goal.rate:g} requests/s nothing answers in time")
+        return TuningVerdict("cannot tell", yours, why=f"at {goal.rate:g} requests/s nothing answers in time")
     if not finalists:
-        return Verdict("cannot tell", yours, why="no other settings could be measured")
+        return TuningVerdict("cannot tell", yours, why="no other settings could be measured")
     ranked = best_first(finalists)
     holding = [trial for trial in ranked if _share_held(trial, yours, goal) > LEAST_SHARE]
     best, kind = (holding or ranked)[0], "cannot tell"
@@ -94,7 +94,7 @@ def judge(yours: Trial, finalists: Sequence[Trial], goal: Goal) -> Verdict:
         kind = "better"
     elif low <= 1 and high < MOST_GAIN:
         kind = "as good"
-    return Verdict(kind, best if kind == "better" else yours, math.exp(best.gain), interval)
+    return TuningVerdict(kind, best if kind == "better" else yours, math.exp(best.gain), interval)
 
 
 def _share_held(trial: Trial, yours: Trial, goal: Goal) -> float:

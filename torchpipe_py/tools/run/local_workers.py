@@ -29,7 +29,7 @@ Outcome = tuple[int, "bytes | str | WorkerDied"]
 """The number of a job, and its line, the hash of its content, or the reason why its worker died of it."""
 
 
-class _Worker:
+class _LocalWorker:
     """A worker and its jobs.
 
     ``suspects`` were with a worker that died: they run one at a time, so that only the one that kills a worker fails.
@@ -87,7 +87,7 @@ def _size(job: Job) -> int:
     return 0 if job.data is None else int(getattr(job.data, "nbytes", 0) or len(job.data))
 
 
-class Fleet:
+class LocalWorkers:
     """``count`` worker processes, each with a pipe. A worker that dies is replaced.
 
     Raises ``ToolError`` if one cannot be set up. A worker that gives no answer for ``seconds`` is killed.
@@ -95,7 +95,7 @@ class Fleet:
 
     def __init__(self, settings: Settings, count: int, seconds: float) -> None:
         self._settings, self._seconds = settings, seconds
-        self._workers: list[_Worker] = []
+        self._workers: list[_LocalWorker] = []
         self._count = count
         self._selector = DefaultSelector()
         try:
@@ -169,16 +169,16 @@ class Fleet:
             worker.child.end()
         self._selector.close()
 
-    def _started(self, suspects: Iterable[Job] = ()) -> _Worker:
+    def _started(self, suspects: Iterable[Job] = ()) -> _LocalWorker:
         try:
-            worker = _Worker(self._settings, self._count, suspects)
+            worker = _LocalWorker(self._settings, self._count, suspects)
         except OSError as error:
             raise ToolError(f"a worker process cannot be started: {error.strerror or first_line(error)}") from error
         for end in worker.ends:
             self._selector.register(end, EVENT_READ, worker)
         return worker
 
-    def _read(self, worker: _Worker, message: Any) -> Sequence[Outcome]:
+    def _read(self, worker: _LocalWorker, message: Any) -> Sequence[Outcome]:
         worker.heard = monotonic()
         if isinstance(message, list):
             for number, outcome in message:
@@ -195,7 +195,7 @@ class Fleet:
         worker.next_suspect()
         return []
 
-    def _replace(self, worker: _Worker) -> list[Outcome]:
+    def _replace(self, worker: _LocalWorker) -> list[Outcome]:
         """Start another worker in place of a dead one; the only job that it had fails."""
         for end in worker.ends:
             self._selector.unregister(end)

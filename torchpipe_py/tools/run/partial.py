@@ -120,7 +120,7 @@ def _check_same(out: Path, before: Any, now: Mapping[str, Any]) -> None:
     )
 
 
-class Journal:
+class LineFile:
     """The lines so far, in a file; a torn or damaged end is cut off when it is opened.
 
     ``done`` has the keys of the items: 16 bytes each, about 100 in memory. ``places`` has the place of the first line
