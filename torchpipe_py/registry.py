@@ -20,7 +20,7 @@ from typing import Any
 from torchpipe_py import filters
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import Param
-from torchpipe_py.errors import ConfigError, logger
+from torchpipe_py.errors import ConfigError, describe, logger
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
 
@@ -260,8 +260,9 @@ def import_code(name: str) -> ModuleType:
             raise ConfigError(f"{name}: cannot be imported: {error}") from error
         text = f"{name}: no such module, installed or in {os.getcwd()}; a file is given with .py at its end"
         raise ConfigError(text) from None
-    except Exception as error:
-        raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        # NOTE: a script that ends itself would end the caller, perhaps with status 0.
+        raise ConfigError(f"{name}: cannot be imported: {describe(error)}") from error
 
 
 def import_all(names: str) -> None:

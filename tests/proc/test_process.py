@@ -376,6 +376,7 @@ class Triple:
     [
         ("import no_such_module_at_all", "cannot be imported: No module named 'no_such"),
         ("x = ", "SyntaxError"),
+        ("import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),
         (None, "no such"),
     ],
 )

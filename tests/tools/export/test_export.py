@@ -263,7 +263,8 @@ OUTPUTS = {
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_refuses_models_with_unsuitable_outputs(folder: Path, refused: Refused, name: str) -> None:
     expression, problem = OUTPUTS[name]
-    text = f"class Model(nn.Module):\n def forward(self, x):\n  return {expression}\nnumber = 3\ndef needs(path): ..."
+    text = f"class Model(nn.Module):\n def forward(self, x):\n  return {expression}\nnumber = 3\n"
+    text += "def needs(path): ...\ndef ends(): raise SystemExit(0)"
     file = code(folder, name, text)
     said = refused(f"{file}:Model", "--resize", "8x8")
     assert any(part in said for part in problem.split("|")), said
@@ -271,6 +272,7 @@ def test_refuses_models_with_unsuitable_outputs(folder: Path, refused: Refused, 
         assert f"{file} has no 'modell'; did you mean 'Model'?" in refused(f"{file}:modell")
         assert f"{file}:number: TypeError: 'int' object is not callable" in refused(f"{file}:number")
         assert f"{file}:needs: it is called without arguments, and needs path" in refused(f"{file}:needs")
+        assert f"{file}:ends: SystemExit: 0" in refused(f"{file}:ends")
         assert f"{file}:Model: returns" not in said
 
 

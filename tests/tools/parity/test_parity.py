@@ -306,7 +306,7 @@ import cv2
 def predict(path):
     mean = cv2.imread(path).mean((0, 1))
     if len(cv2.imread(path)) == 110:
-        raise ValueError("not this one")
+        raise SystemExit("not this one")
     return int(mean.argmax()), float(mean.max() / 255)
 """
 
@@ -337,7 +337,7 @@ def test_a_function_is_the_reference(
     config = write("b", f'backend = "S[DecodeMat,{labelled}]"\nlabels = "{tmp_path / "labels.txt"}"')
     run = parity(config, None, images, "--against", function, "--tolerance", "top1=0.3, score=0.001, images=0.3")
     assert (run.json["a"], run.json["b"], run.json["kinds"]) == (function, config, ["classes"])
-    assert [(each["name"], each["a"]) for each in run.json["refused"]] == [("1.jpg", "ValueError: not this one")]
+    assert [(each["name"], each["a"]) for each in run.json["refused"]] == [("1.jpg", "SystemExit: not this one")]
     assert run.json["agreement"]["same"] == 4
     # The image for which only one side has a result counts.
     assert [each["beyond"] for each in run.json["tolerance"]["limits"]] == [0.2, 0.2]

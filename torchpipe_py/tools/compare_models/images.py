@@ -164,7 +164,7 @@ class FunctionRunner:
         for picture in pictures:
             try:
                 yield as_result(self._function(picture.path))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 yield {TASK_ERROR_KEY: error}
 
     def labels(self) -> Sequence[str]:

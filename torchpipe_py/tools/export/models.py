@@ -191,7 +191,7 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
     given = {key: len(loaded.classes) for key in needed if loaded and loaded.classes and key in CLASS_COUNTS}
     try:
         model = function if isinstance(function, torch.nn.Module) else _with_torchvision(lambda: function(**given))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lacking = [key for key in needed if key not in given]
         why = f"it is called without arguments, and needs {', '.join(lacking)}" if lacking else one_line(error)
         if any(key in CLASS_COUNTS for key in lacking):
