@@ -15,7 +15,7 @@ import torchpipe_py
 from torchpipe_py import TorchpipeError
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import counted, nearest
-from torchpipe_py.files import output_problem
+from torchpipe_py.files import output_problem, replace_file
 
 # -- the package's own exceptions --------------------------------------------------------------------------------------
 
@@ -69,8 +69,11 @@ def test_output_problem_of_unwritable_places(tmp_path: Path, monkeypatch: pytest
     assert output_problem("folder") == "is a directory"
     for folder in ("none", "file", "loop", "folder/none"):
         assert output_problem(f"{folder}/new") == f"no such folder: {folder}"
-    for path in ("new", "file", "folder/new", tmp_path / "new", "n" * 300):
+    for path in ("new", "file", "folder/new", tmp_path / "new", "n" * 255):
         assert output_problem(path) == ""
+    assert output_problem("n" * 256) == output_problem("n" * 255, replaces=True) == "File name too long"
+    replace_file("n" * 217, b"")
+    assert output_problem("n" * 217, replaces=True) == ""
 
 
 def test_output_problem_of_existing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,10 @@ def output_problem(path: str | os.PathLike[str], replaces: bool = False) -> str:
     """
     folder = os.path.dirname(path) or "."
     try:
-        os.lstat(path)
-    except OSError:
-        pass  # it is to be made
+        os.lstat(_unfinished(path) if replaces else path)
+    except OSError as error:  # it is to be made
+        if error.errno == errno.ENAMETOOLONG:
+            return "File name too long"
     except ValueError as error:  # a null character, say
         return str(error)
     if os.path.isdir(path):
@@ -149,6 +150,12 @@ def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode
         file.write(content)
 
 
+def _unfinished(path: str | os.PathLike[str]) -> str:
+    """The random name under which ``replacing`` writes a file: 38 bytes longer."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
     """Write ``path`` atomically: readers see the old or the new file.
@@ -156,8 +163,7 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
     It is written under a random name and renamed: a link at ``path`` is replaced, never followed. Raises ``OSError``;
     after that, or an exception inside, no new file remains.
     """
-    folder, name = os.path.split(path)
-    unfinished = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
+    unfinished = _unfinished(path)
     try:
         # "x" is O_EXCL: an existing name, even a link, is an error.
         with open(unfinished, "xb", opener=lambda file, flags: os.open(file, flags, mode)) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -24,11 +25,13 @@ from torchpipe_py.tools.report import (
     Line,
     ToolError,
     chart,
+    check_outputs,
     linear_axis,
     log_axis,
     progress_bar,
     replace_text,
     value_axis,
+    write_text,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +77,36 @@ def test_no_report_replaces_a_file_that_the_tool_reads(
     assert main([*command.split(), f"--{flag}", f"./{name}"]) in (1, 2)
     assert f": --{flag} {name}: would replace the input {name}" in capfd.readouterr().err
     assert (tmp_path / name).read_text(encoding="utf-8") == "0"
+
+
+def test_no_report_replaces_an_image_or_what_a_configuration_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("sub/m.onnx", "n.onnx", "labels.txt", "other.txt", "one.JPG"):
+        (tmp_path / name).touch()
+    text = '[n]\nbackend = "OnnxTensor"\nmodel = "m.onnx | n.onnx"\nmax = 4\nlabels = "labels.txt"\nwrong = "a\\u0000b"'
+    (tmp_path / "sub" / "a.toml").write_text(text, encoding="utf-8")
+    for name in ("sub/m.onnx", "n.onnx", "labels.txt"):
+        with pytest.raises(ToolError, match=f"^--json {name}: would replace the input .*{Path(name).name}$"):
+            check_outputs({"json": Path(name)}, ["sub/a.toml"])
+    with pytest.raises(ToolError, match=r"^--json one\.JPG: would replace an image$"):
+        check_outputs({"json": Path("one.JPG")})
+    check_outputs({"json": Path("other.txt"), "html": Path("new.jpg")}, ["sub/a.toml", "none.toml"])
+
+
+def test_no_part_of_a_report_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Path.write_text
+
+    def full(path: Path, text: str, **keys: Any) -> int:
+        right(path, text[:1], **keys)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ToolError, match=r"r\.html: cannot be written: No space left on device"):
+        write_text(tmp_path / "r.html", "text")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

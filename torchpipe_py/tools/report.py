@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,17 +48,40 @@ def printable(text: str) -> str:
 
 
 def check_outputs(files: Mapping[str, Path | None], sources: Iterable[str | Path | None] = ()) -> None:
-    """``ToolError`` if two options, by their names, would write one file, or one would replace one of ``sources``."""
+    """``ToolError`` if two options, by their names, would write one file, or one would replace an input.
+
+    Inputs are ``sources``, the files that those name which are TOML, and all images.
+    """
+    from torchpipe_py.backends.image.formats import IMAGE_SUFFIXES
+
     flags: dict[str, str] = {}
-    inputs = [Path(source) for source in sources if source is not None]
+    inputs = [each for source in sources if source is not None for each in (Path(source), *_named(Path(source)))]
     for flag, path in files.items():
         for source in inputs:
             if path is not None and path.is_file() and source.exists() and path.samefile(source):
                 raise ToolError(f"--{flag} {path}: would replace the input {source}")
+        if path is not None and path.is_file() and path.suffix.lower() in IMAGE_SUFFIXES:
+            raise ToolError(f"--{flag} {path}: would replace an image")
         if path is not None and (path.is_file() or not path.exists()):  # not a device
             other = flags.setdefault(os.path.realpath(path), flag)
             if other != flag:
                 raise ToolError(f"--{other} and --{flag}: both would write {path}, one over the other")
+
+
+def _named(config: Path) -> Iterator[Path]:
+    """The files that a TOML file names; none if it cannot be read, which is reported where it is used."""
+    if config.suffix != ".toml":
+        return
+    from torchpipe_py.plan.config import parse_toml
+
+    with suppress(TorchpipeError):
+        for table in parse_toml(config).values():
+            for value in table.values():
+                for name in re.split(r"[|&]", value) if isinstance(value, str) else ():
+                    for path in (Path(name.strip()), config.parent / name.strip()):
+                        with suppress(OSError, ValueError):  # a value that is no path
+                            if path.is_file():
+                                yield path
 
 
 def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int = 0) -> list[str]:
@@ -113,11 +137,14 @@ def refuse_existing(paths: Iterable[Path], force: bool, other: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a report in UTF-8. Raises ``ToolError``."""
+    """Write a report in UTF-8. Raises ``ToolError``; then no new file remains."""
+    is_new = not os.path.lexists(path)
     try:
         # Paths and error codes may contain text that is not valid UTF-8.
         path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
     except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
         raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
 
 
