@@ -668,6 +668,16 @@ def test_errors_of_files_name_the_file_and_the_operation(
         assert message in capsys.readouterr().err
 
 
+def test_run_that_cannot_begin_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = set(os.listdir())
+    monkeypatch.setattr(os, "ftruncate", full)
+    assert cli.main(["run", "demo.toml", "images", "--out", "a.csv"]) == 2
+    assert set(os.listdir()) == before
+
+
 def test_refused_restart_leaves_the_unfinished_run(here: Path) -> None:
     """A folder stands where the output is to be written."""
     out = here / "out.ndjson"

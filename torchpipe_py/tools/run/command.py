@@ -71,11 +71,11 @@ def run_run(args: argparse.Namespace) -> int:
         if lock.is_new:
             try:
                 _begin(out, partial, args.restart, lock.is_known)
+                lock.begin()
             except BaseException:
                 if not lock.is_known:  # else an unfinished run can still be resumed
                     lock.remove()
                 raise
-            lock.begin()
         if args.draw:
             with writing(partial):
                 partial.mkdir(exist_ok=True)
