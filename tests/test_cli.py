@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -275,3 +277,22 @@ def test_serve_is_the_service() -> None:
     failed = served("missing.toml")
     assert failed.returncode == 1
     assert "torchpipe-serve: missing.toml: no such file" in failed.stderr
+
+
+def test_sigterm_ends_a_tool_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = list[str]()
+
+    def interrupted(*_: Any) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+        finally:
+            ended.append("folders are removed")
+
+    monkeypatch.setattr("torchpipe_py.cli._check", interrupted)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert main(["check", "a.toml"]) == 130
+    assert (ended, capsys.readouterr().err) == (["folders are removed"], "torchpipe: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -7,8 +7,11 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # It parses its own options, which scripts/client_qps.py shares.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
-        registry.import_all(",".join(getattr(args, "imports", None) or ()))
-        status = args.run(args) or 0
-        print(end="", flush=True)  # raises OSError if stdout is closed
-        return int(status)
+        with _sigterm_as_ctrl_c():
+            registry.import_all(",".join(getattr(args, "imports", None) or ()))
+            status = args.run(args) or 0
+            print(end="", flush=True)  # raises OSError if stdout is closed
+            return int(status)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
@@ -124,6 +128,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"torchpipe: {error.name} is not installed (pip install torchpipe_py without --no-deps)", file=sys.stderr)
     return int(getattr(args, "error_status", 1))
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A context that SIGTERM ends as Ctrl-C does: what is known is reported, and temporary files are removed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _open_standard_streams() -> None:
