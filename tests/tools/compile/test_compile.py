@@ -484,3 +484,10 @@ def test_file_in_another_folder_may_have_custom_backends(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     with default.restored(), pytest.raises(ToolError, match=r"tolerance|picture|image"):
         compile_config("c.toml", ".", "top1=0.9", "elsewhere/out.toml", imports=["only_here.py"])
+
+
+def test_report_and_certificate_are_different_files(pixels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--img_dir", str(DEMO / "images"), "--tolerance", OF_PIXELS, "--json", "p.compiled.certificate.json"]
+    assert main(["compile", "p.toml", *arguments]) == 1
+    both = "--json and --out, its certificate: both would write p.compiled.certificate.json, one over the other"
+    assert both in capsys.readouterr().err

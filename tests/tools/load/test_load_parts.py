@@ -354,7 +354,10 @@ def test_reads_gpu_samples() -> None:
         ("rate=0.1:0.3:0.1,5", [0.1, 0.2, 0.3, 5]),
         ("clients=2:7:2", [2, 4, 6]),
         *((text, None) for text in ("clients", "clients=", "batch=1", "clients=0", "clients=1.5", "rate=-1")),
-        *((text, None) for text in ("rate=5:1:1", "rate=1:5:0", "rate=1:100000:0.001", "rate=nan", "rate=1:inf:1")),
+        *(
+            (text, None)
+            for text in ("rate=5:1:1", "rate=5:4:10", "rate=1:5:0", "rate=1:100000:0.001", "rate=nan", "rate=1:inf:1")
+        ),
     ],
 )
 def test_points_of_a_sweep(text: str, values: list[float] | None) -> None:

@@ -908,6 +908,7 @@ def test_early_death_of_a_process_is_raised(fake: FakeMeasurer) -> None:
         ),
         (["ok.toml", "--img_dir", "images", "--replay", "one.txt"], "those of --replay: the first 20000 are all the"),
         (["ok.toml", "--img_dir", "images", "--replay", "tiny.txt"], "those of --replay: the first 20000 are all the"),
+        (["ok.toml", "--img_dir", "images", "--out", f"{'n' * 218}"], "n cannot be written: File name too long"),
         (["ok.toml", "--img_dir", "images", "--json", "link"], "--json link: would replace the input ok.toml"),
         (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
         (["ok.toml", "--img_dir", "images", "--gpu-memory", "6G"], "--gpu-memory: there is no GPU here"),
@@ -1190,6 +1191,13 @@ def flat(values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def test_compiled_file_is_checked_before_long_work(folder: Path) -> None:
-    for out, message in {"missing/out.toml": "no such folder", "ok.toml": "would replace the input"}.items():
+    (folder / "a.certificate.json").mkdir()
+    for out, message in {
+        "missing/out.toml": "no such folder",
+        "ok.toml": "would replace the input",
+        "a.toml": "a.certificate.json cannot be written: is a directory",
+        f"{'n' * 213}.toml": "File name too long",
+        f"{'n' * 210}.toml": "n.certificate.json cannot be written: File name too long",
+    }.items():
         with pytest.raises(ToolError, match=f"--out {out}.*{message}"):
             compile_config("ok.toml", "images", "top1=0.9", out)

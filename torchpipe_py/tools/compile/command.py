@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from torchpipe_py import certificate
-from torchpipe_py.files import replace_file
+from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.plan.files import file_hash
@@ -90,6 +90,9 @@ def compiled(path: str, img_dir: str, tolerance: Tolerance, out: Path, wanted: W
     for name in wanted.imports:
         import_code(name)
     check_out(Path(path), out, {})  # NOTE: before long work
+    for file in _certificate_of(out):
+        if problem := output_problem(file, replaces=True):
+            raise ToolError(f"--out {out}: {file} cannot be written: {problem}")
     with _reading():
         sha256 = file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
     tables, halves = Tables.of(path), Halves.of(img_dir, tolerance)
@@ -212,6 +215,12 @@ def pictures_of(halves: Halves) -> dict[str, Any]:
     return {"folder": halves.img_dir, "count": sum(counts.values()), **counts, "sha256": found.hexdigest()}
 
 
+def _certificate_of(out: Path) -> tuple[Path, Path]:
+    """The paths of the certificate of a file, as JSON and as a page."""
+    proof = Path(f"{out.with_suffix('')}{certificate.ENDING}")
+    return proof, proof.with_suffix(".html")
+
+
 def gpu_names() -> list[str]:
     """The names of the CUDA devices."""
     import torch
@@ -243,7 +252,7 @@ def _write(report: CompileReport, tables: Mapping[str, Any], out: Path, wanted: 
                     report.written.append(os.fspath(model))
     except OSError as error:
         raise ToolError(f"{error.filename}: cannot be written: {error.strerror}") from error
-    proof = Path(f"{stem}{certificate.ENDING}")
+    proof, page = _certificate_of(out)
     serve = serve_command(out, report.search, wanted.imports)
     report.search.command = f"{serve} --require-certificate {shlex.quote(str(proof))}"
     toml = tuned_text(report.search, written, "compiled by torchpipe compile")
@@ -255,9 +264,9 @@ def _write(report: CompileReport, tables: Mapping[str, Any], out: Path, wanted: 
             found = os.path.basename(path)
             raise ToolError(f"{found}: a file of this name in the working directory comes before {path}: remove it")
     replace_text(proof, json_text(content))
-    replace_text(proof.with_suffix(".html"), text.page(content, report))
+    replace_text(page, text.page(content, report))
     replace_text(out, toml)
-    report.written += [os.fspath(out), os.fspath(proof), os.fspath(proof.with_suffix(".html"))]
+    report.written += [os.fspath(out), os.fspath(proof), os.fspath(page)]
 
 
 def _commands(report: CompileReport, out: Path, wanted: Wanted) -> dict[str, str]:
@@ -281,7 +290,9 @@ def run_compile(args: argparse.Namespace) -> int:
     """0 once a file is certified, 1 if none is, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot compile."""
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.compiled.toml")
-    check_outputs({"out": out, "json": args.json}, [path])
+    proof, page = _certificate_of(out)
+    files = {"json": args.json, "out, its certificate": proof, "out, its page": page}
+    check_outputs({"out": out, **files}, [path])
     with progress_bar(args.progress, has_lines=True) as show:
         wanted = wanted_of(args, lambda phase, share, left: show(phase, share, f"about {left:.0f} s left"))
         report = compiled(args.config, os.fspath(args.img_dir), args.tolerance, out, wanted)

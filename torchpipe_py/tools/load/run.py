@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -214,7 +215,7 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
                 points.append(float(part))
                 continue
             start, stop, step = map(float, part.split(":"))
-            count = int((stop - start) / step + 1e-9) + 1
+            count = math.floor((stop - start) / step + 1e-9) + 1
             if step <= 0 or count < 1:
                 raise ValueError(part)
             points += [start + index * step for index in range(min(count, MOST_POINTS + 1))]

@@ -111,7 +111,7 @@ def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:
 
     ``others`` are further files by their flags.
     """
-    if problem := output_problem(out) or output_problem(out, replaces=out.is_file()):
+    if problem := output_problem(out) or output_problem(out, replaces=out.is_file() or not os.path.exists(out)):
         raise ToolError(f"--out {out} cannot be written: {problem}")
     check_outputs({"out": out, **others}, [path])
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
