@@ -668,6 +668,13 @@ def test_errors_of_files_name_the_file_and_the_operation(
         assert message in capsys.readouterr().err
 
 
+def test_warning_of_the_configuration_is_given_once(here: Path) -> None:
+    (here / "std.toml").write_text('backend = "S[DecodeMat,NormalizeMat]"\nmean = 0.5\nstd = 0.2\n')
+    write_files(here / "files", a="a")
+    ended = run(*program("std.toml", "files", "--out", "a.ndjson", "--workers", 2, path=LIGHT))
+    assert ended.stderr.count("key 'std'") == 1, ended.stderr
+
+
 def test_run_that_cannot_begin_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
