@@ -65,19 +65,9 @@ def run_export(args: argparse.Namespace) -> int:
     files.check(args.force, writes_labels)
     source = _source(args)
     transform, origin = _changed(source, args)
-    if args.preprocess:
-        tables, size = read_preprocessing(args.preprocess)
-        pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()} ({origin})"
-    else:
-        tables = {"decode": {**transform.node(args.color), "instance_num": 2}}
-        size = (1 if args.color == "gray" else 3, *transform.size)
-        pixels = f"{transform} ({origin})"
-    for name, numbers in (("mean", transform.mean), ("std", transform.std)):
-        if len(numbers) not in (1, size[0]):
-            channels = counted(size[0], "channel")
-            raise ToolError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
+    tables, size, pixels = _preprocessing(args, transform, origin)
     places, outputs = zip(*check_batch(source.model, size).items(), strict=True)
-    notes = _refuse_branches(source.model, size)
+    fixed: Sequence[Place] = _refuse_branches(source.model, size)
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     if not is_chosen and classes in (None, 1):
         postprocessor = ""
@@ -116,10 +106,8 @@ def run_export(args: argparse.Namespace) -> int:
         print("  NOTE: one number; if it is the logit of a class, --postprocessor Sigmoid answers its score")
     if not is_chosen and len(outputs) == 1 and outputs[0].ndim == 4:
         print("  NOTE: the output is answered as it is; --postprocessor ArgMax makes a map of classes of scores")
-    if checked.places and not notes:
-        notes = _unresolved(source.model, size)
-    if notes:
-        print(f"  NOTE: the ONNX file does for all pictures what forward did for the trial at {listed_places(notes)}")
+    if fixed := fixed or (checked.places and _unresolved(source.model, size)):
+        print(f"  NOTE: the ONNX file does for all pictures what forward did for the trial at {listed_places(fixed)}")
     if checked.largest < NEARLY_ZERO:
         print("  NOTE: all outputs are nearly 0, so this means little: are these the weights of a trained model?")
     print(f"{files.toml}: {pixels}")
@@ -127,6 +115,24 @@ def run_export(args: argparse.Namespace) -> int:
         print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are class numbers")
     print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
     return 0
+
+
+def _preprocessing(
+    args: argparse.Namespace, transform: Transform, origin: str
+) -> tuple[dict[str, dict[str, Any]], tuple[int, int, int], str]:
+    """The tables before the model's, the channels, height and width that it gets, and a description of both."""
+    if args.preprocess:
+        tables, size = read_preprocessing(args.preprocess)
+        pixels = f"preprocessing of {args.preprocess}, {transform.normalisation()} ({origin})"
+    else:
+        tables = {"decode": {**transform.node(args.color), "instance_num": 2}}
+        size = (1 if args.color == "gray" else 3, *transform.size)
+        pixels = f"{transform} ({origin})"
+    for name, numbers in (("mean", transform.mean), ("std", transform.std)):
+        if len(numbers) not in (1, size[0]):
+            channels = counted(size[0], "channel")
+            raise ToolError(f"--{name}: {len(numbers)} numbers ({transform}); the images have {channels}")
+    return tables, size, pixels
 
 
 def _refuse_branches(model: Any, size: tuple[int, int, int]) -> list[Place]:
