@@ -287,6 +287,17 @@ def test_refuses_options_that_do_not_fit(options: tuple[str, ...], said: str, fo
     assert said in printed
 
 
+def test_refuses_models_that_cannot_be_tried(folder: Path, capsys: Any) -> None:
+    for operator, side, output, said in (
+        ("SequenceConstruct", 8, helper.make_tensor_sequence_value_info("y", FLOAT, None), "output 'y' is a sequence"),
+        ("Relu", 2**32, helper.make_tensor_value_info("y", FLOAT, None), "does not take images of"),
+    ):
+        images = helper.make_tensor_value_info("x", FLOAT, ["n", 3, side, side])
+        graph = helper.make_graph([helper.make_node(operator, ["x"], ["y"])], "g", [images], [output])
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "odd.onnx")
+        assert said in refused(capsys, "odd.onnx")
+
+
 def test_refuses_files_that_are_not_models_and_keeps_existing_ones(folder: Path, capsys: Any) -> None:
     assert "none.onnx: no such file" in refused(capsys, "none.onnx")
     (folder / "text.onnx").write_text("hello", encoding="utf-8")

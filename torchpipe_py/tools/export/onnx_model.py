@@ -92,15 +92,17 @@ class OnnxModel:
         The batch stays open where the file leaves it open. ``ToolError`` if the model does not take such images.
         """
         shape = image.shape(image.batch or DEFAULT_BATCH, sides)
-        pixels = np.random.default_rng(0).integers(0, 256, shape)
-        # As most models take them: how they are scaled does not change the shapes.
-        values = pixels.astype(image.spec.dtype) if image.spec.dtype == "uint8" else pixels / 255
         try:
+            pixels = np.random.default_rng(0).integers(0, 256, shape)
+            # As most models take them: how they are scaled does not change the shapes.
+            values = pixels.astype(image.spec.dtype) if image.spec.dtype == "uint8" else pixels / 255
             arrays = self._session.run(None, {image.spec.name: values.astype(image.spec.dtype)})
-        except Exception as error:
+        except Exception as error:  # also MemoryError, of an input that is fixed at a great size
             raise ToolError(f"{self.path}: does not take images of {shape}: {one_line(error)}") from error
         found = []
         for spec, array in zip(self.outputs, arrays, strict=True):
+            if not isinstance(array, np.ndarray):
+                raise ToolError(f"{self.path}: output {spec.name!r} is a sequence or a map, not a tensor")
             dims = array.shape if len(spec.dims) != array.ndim else spec.dims
             # Only rows that depend on the image stay open.
             known = [have if want is None else want for want, have in zip(dims, array.shape, strict=True)]
