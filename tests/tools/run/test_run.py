@@ -415,12 +415,14 @@ def test_configuration_that_cannot_be_set_up_ends_the_run(here: Path) -> None:
         ("images --out a.csv --outputs path", "--outputs: 'path' is a member of each line already"),
         ("images --out a.csv --param sequence_id=3", "parameter 'sequence_id': a pipe keeps no state"),
         ("binary --out a.csv", "binary: not a list of paths in text"),
+        ("long --out a.csv", "long: not a list of paths: line 2 has 65536 bytes or more"),
     ],
 )
 def test_refuses_mistakes(here: Path, arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_files(here / "images", a="x")
     (here / "there.csv").write_text("x")
     (here / "binary").write_bytes(b"\0\1")
+    (here / "long").write_bytes(b"a.jpg\n" + bytes([65]) * 70_000)
     (here / "b.partial").mkdir()
     assert cli.main(["run", "demo.toml", *arguments.split()]) == 2
     assert message in capsys.readouterr().err

@@ -35,6 +35,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DOWNLOAD_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
 _MOST_COME = 1024  # lines of a list in a pipe that are read ahead
+_MOST_LINE = 2**16  # bytes of a line of a list
 _MOST_EMPTY = 16  # reads of a tar beyond its end
 _END = object()
 
@@ -196,7 +197,7 @@ def open_source(text: str) -> Source:
     - any other file, or ``-`` for the standard input: a list of all these, one a line; paths are relative to its folder
     """
     if text == STDIN:
-        return Source(text, lambda: _as_they_come(lambda: _listed(_standard_input(), "")), can_read_again=False)
+        return Source(text, lambda: _as_they_come(lambda: _listed(_standard_input(), STDIN, "")), can_read_again=False)
     if is_url(text):
         return Source(text, lambda: iter([(text, text)]))
     if os.path.isdir(text):
@@ -254,14 +255,16 @@ def _check_list(path: str) -> None:
 def _of_list(path: str) -> Iterator[tuple[str, str]]:
     try:
         with open(path, "rb") as file:
-            yield from _listed(file, os.path.dirname(path))
+            yield from _listed(file, path, os.path.dirname(path))
     except OSError as error:
         raise ToolError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _listed(file: IO[bytes], folder: str) -> Iterator[tuple[str, str]]:
-    """Each line as it is, and where it is: a path relative to ``folder``."""
-    for number, line in enumerate(file):
+def _listed(file: IO[bytes], name: str, folder: str) -> Iterator[tuple[str, str]]:
+    """Each line as it is, and where it is: a path relative to ``folder``. ``ToolError`` for a line that is no path."""
+    for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE), b"")):
+        if len(line) == _MOST_LINE:
+            raise ToolError(f"{name}: not a list of paths: line {number + 1} has {_MOST_LINE} bytes or more")
         text = os.fsdecode(line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line).strip("\r\n")
         if text.strip():
             yield text, text if is_url(text) else os.path.join(folder, text)
