@@ -18,6 +18,17 @@ from typing import Any
 logger = logging.getLogger("torchpipe_py")
 
 
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """A context in which only errors are logged: a plan that is made again would repeat its warnings."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class TorchpipeError(Exception):
     """Root of all exceptions of this package; ``code`` names the kind, for programs."""
 

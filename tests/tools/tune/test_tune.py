@@ -1190,6 +1190,14 @@ def flat(values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
             yield message, value
 
 
+@pytest.mark.parametrize("out", ["t.toml", "beside/t.toml"])
+def test_warning_of_the_configuration_is_given_once(folder: Path, out: str, caplog: pytest.LogCaptureFixture) -> None:
+    text = '[n]\nbackend = "S[DecodeMat,NormalizeMat]"\nmean = 0.5\nstd = 0.2\n'
+    (folder / "std.toml").write_text(text, encoding="utf-8")
+    assert main(["tune", "std.toml", "--img_dir", "bad", "--out", out]) == 1  # it has no image, which is seen later
+    assert sum("key 'std'" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_compiled_file_is_checked_before_long_work(folder: Path) -> None:
     (folder / "a.certificate.json").mkdir()
     for out, message in {

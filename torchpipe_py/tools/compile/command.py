@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from torchpipe_py import certificate
+from torchpipe_py.errors import without_warnings
 from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
@@ -96,7 +97,8 @@ def compiled(path: str, img_dir: str, tolerance: Tolerance, out: Path, wanted: W
     with _reading():
         sha256 = file_hash(path) if os.path.isfile(path) else ""  # NOTE: before anything else reads it
     tables, halves = Tables.of(path), Halves.of(img_dir, tolerance)
-    plan = plan_pipeline(tables)
+    with without_warnings():
+        plan = plan_pipeline(tables)
     with _reading():
         reference = certificate.described(plan, path, sha256, wanted.imports)
     search = Report(path, wanted.slo_p99, wanted.rate, slo_given=wanted.slo_p99 is not None, img_dir=img_dir)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchpipe_py.backends.image.decoders import Decoders
 from torchpipe_py.cores import limit_threads
-from torchpipe_py.errors import TorchpipeError, logger
+from torchpipe_py.errors import TorchpipeError, without_warnings
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.methods.roots import Root, Roots
@@ -93,12 +93,8 @@ class LineMaker:
         limit_threads()  # NOTE: after custom code, which may have set them
         keep_freed_memory()
         self._settings, self._finished = settings, finished
-        level = logger.level
-        logger.setLevel("ERROR")  # the command has planned it too, and warned
-        try:
+        with without_warnings():  # the command has planned it, too
             plan = plan_pipeline(settings.config, processes=processes)
-        finally:
-            logger.setLevel(level)
         self._pipe, self._decoders = pipe(plan), Decoders.of(plan, settings.node_name).in_color("bgr")
         self._roots = Roots(self._pipe, Path(settings.config.source).stem)
         self._has_logged = False

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.errors import without_warnings
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
@@ -115,10 +116,11 @@ def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:
         raise ToolError(f"--out {out} cannot be written: {problem}")
     check_outputs({"out": out, **others}, [path])
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
-        plan_pipeline(path)
-        moved = parse_toml(path)
-        moved.source = os.fspath(out)  # in another folder, it would perhaps not find the files beside it
-        plan_pipeline(moved)
+        with without_warnings():
+            plan_pipeline(path)
+            moved = parse_toml(path)
+            moved.source = os.fspath(out)  # in another folder, it would perhaps not find the files beside it
+            plan_pipeline(moved)
 
 
 def wanted_of(args: argparse.Namespace, progress: Progress, times: Sequence[float] | None = None) -> Wanted:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchpipe_py.backends.model.engine.api import MODULES
 from torchpipe_py.cores import usable_cores
-from torchpipe_py.errors import TorchpipeError, logger
+from torchpipe_py.errors import TorchpipeError, without_warnings
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.registry import import_code
@@ -162,8 +162,7 @@ def measure(
         stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
         plan_pipeline(tables)  # so that it warns only once
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel("ERROR")  # many plans would repeat warnings
+        stack.enter_context(without_warnings())
         try:
             shapes = _shapes(tables)
             clock.show("profile")
