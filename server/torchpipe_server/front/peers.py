@@ -29,7 +29,7 @@ class Peer:
 
     ``partial_bytes`` estimates what grpc holds of messages that were not read, as they are not whole or wait for their
     turn; ``partial_since`` is when that became notable, 0 if it is not. ``paced_until`` belongs to `RefusalPacing`.
-    ``calls`` counts those that were admitted, ``room`` is for requests of its streams.
+    ``calls`` counts those that take room, ``room`` is for requests of its streams.
     """
 
     address: tuple[str, int]

@@ -18,9 +18,10 @@ TICK_SECONDS = 0.5
 SILENT_SECONDS = 0.1  # a call without a message may be replaced by a newcomer after these
 LOOK_SECONDS, FASTEST_BYTES = 0.02, 4 * 2**30  # shortest time between two looks; what may arrive in a second
 HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
-HEALTH_CALLS = 64  # that are admitted beyond the limit
-NEWCOMERS = 16  # beyond the limit, so many times fewer connections without a call may have one
-PENDING_CALLS = 4  # for each that is admitted, until they are taken and admitted or refused
+# Room beyond the limit of calls: first for newcomers, which are connections without a call, then for health checks.
+NEWCOMERS_SHARE = 16  # room for one newcomer for each so many calls of the limit
+HEALTH_CALLS = 64
+PENDING_CALLS = 4  # in grpc's queue for each call of the limit, until it is admitted or refused
 PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which may have vanished
 CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
 
@@ -76,14 +77,14 @@ class RpcLimits:
     def enter(self, call: LimitedCall, client: str) -> None:
         """Admit a call of this client, which takes room until ``leave``, or raise ``Overloaded``."""
         most, peer = self._options.max_connections, self._peers.of(client)
-        is_full = len(self.calls) >= most and not self._replace_silent()
-        if is_full and call.rpc.path.rpartition("/")[2] in HEALTH:
-            is_full = len(self.calls) >= most + HEALTH_CALLS
-        elif is_full and not peer.calls:
-            is_full = len(self.calls) >= most + most // NEWCOMERS
-        if call.rpc.is_watch:
-            # NOTE: a watch lasts as long as its client likes; half of the room is kept for other calls.
-            is_full |= 2 * sum(other.rpc.is_watch for other in self.calls) >= most
+        room = most
+        if not peer.calls:
+            room += most // NEWCOMERS_SHARE
+        if call.rpc.path.rpartition("/")[2] in HEALTH:
+            room = most + most // NEWCOMERS_SHARE + HEALTH_CALLS
+        # NOTE: a watch lasts as long as its client likes; half of the room is kept for other calls.
+        is_full = call.rpc.is_watch and 2 * sum(other.rpc.is_watch for other in self.calls) >= most
+        is_full = is_full or (len(self.calls) >= room and not self._replace_silent())
         if is_full:
             text = f"more than {counted(most, 'call')} at a time, or half of them watches (--max-connections)"
             raise Overloaded(text, retry_after_ms=1000)

@@ -13,7 +13,7 @@ from torchpipe_server.front.peers import Peer, Peers, Seen
 from torchpipe_server.front.rpc_limits import (
     HEALTH_CALLS,
     LOOK_SECONDS,
-    NEWCOMERS,
+    NEWCOMERS_SHARE,
     SILENT_SECONDS,
     TICK_SECONDS,
     RpcLimits,
@@ -94,18 +94,34 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Front:
 
 
 def test_calls_beyond_the_room_are_refused_until_one_leaves(front: Front) -> None:
-    calls = [front.enter(FakeCall()) for _ in range(MOST)]
+    call, *_ = [front.enter(FakeCall()) for _ in range(MOST)]
     assert front.is_full(FakeCall())
-    assert [front.is_full(FakeCall("Check")) for _ in range(HEALTH_CALLS + 1)] == [False] * HEALTH_CALLS + [True]
-    for call in [*calls, *(call for call in front.limits.calls if call not in calls)][: HEALTH_CALLS + 1]:
-        front.limits.leave(call)
+    front.limits.leave(call)
     assert not front.is_full(FakeCall())
+
+
+def test_health_checks_find_room_beside_all_others_and_newcomers(front: Front) -> None:
+    for port in range(1, 2 * MOST):
+        if front.is_full(FakeCall(), port):
+            break
+    assert len(front.limits.calls) == MOST + MOST // NEWCOMERS_SHARE
+    checks = [front.is_full(FakeCall("Check"), port=99) for _ in range(HEALTH_CALLS + 1)]
+    assert checks == [False] * HEALTH_CALLS + [True]
+
+
+def test_a_watch_that_is_refused_replaces_no_call(front: Front) -> None:
+    for _ in range(MOST // 2):
+        front.enter(FakeCall("Watch", is_watch=True))
+    silent = [front.enter(FakeCall(), is_read=False) for _ in range(MOST // 2)]
+    front.loop.advance(SILENT_SECONDS)
+    assert front.is_full(FakeCall("Watch", is_watch=True))
+    assert not any(call.is_cancelled for call in silent)
 
 
 def test_a_connection_without_a_call_finds_room_beside_one_that_has_all(front: Front) -> None:
     for _ in range(MOST):
         front.enter(FakeCall())
-    ports = range(2, 2 + MOST // NEWCOMERS)
+    ports = range(2, 2 + MOST // NEWCOMERS_SHARE)
     for port in ports:
         assert not front.is_full(FakeCall(), port)
         assert front.is_full(FakeCall(), port), "it has a call"
