@@ -397,8 +397,8 @@ def numbers_to_json(array: np.ndarray, most: Bound | None = None, hint: str = ""
     """The finite numbers of an array as a flat list. ``ReplyTooLargeError`` as soon as there are more than ``most``."""
     flat, pieces, size, encode = array.ravel(), [], 0, _encode_numbers
     # In pieces, between which other threads get the GIL.
-    for start in range(0, flat.size, NUMBERS_PIECE):
-        pieces.append(encode(flat[start : start + NUMBERS_PIECE].tolist())[1:-1])
+    for start in range(0, flat.size, _PIECE):
+        pieces.append(encode(flat[start : start + _PIECE].tolist())[1:-1])
         size += len(pieces[-1]) + 1
         if most is not None and size > most.bytes:
             raise ReplyTooLargeError(size, most, hint)
@@ -456,5 +456,4 @@ def json_plain(value: Any) -> Any:
 encode_json = json.JSONEncoder(default=json_plain, ensure_ascii=False, allow_nan=False).encode
 """JSON of a value, with what ``json_plain`` makes of NumPy's and PyTorch's; ``ValueError`` for NaN and infinity."""
 _encode_numbers = fast_encoder(encode_json)
-NUMBERS_PIECE = 2**13
-"""Numbers that are encoded without a pause."""
+_PIECE = 2**13  # numbers that are encoded without a pause

@@ -55,9 +55,13 @@ def check_names(what: str, names: Collection[str]) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises ``InvalidRequest`` for one that is too long."""
+    """Raises ``InvalidRequest`` for one that is too long, or that UTF-8 cannot encode."""
     if len(name) > NAME_CHARACTERS:
         raise InvalidRequest(f"{what}: a name of {len(name)} characters; the limit is {NAME_CHARACTERS}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what}: {name[:40]!r} has half of a surrogate pair") from None
 
 
 # -- what comes in --------------------------------------------------------------------------------------------------

@@ -167,6 +167,14 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "half a character in a name": (
         {"inputs": [TEXT], "binary\ud800": 1}, r"'binary\ud800' has half of a surrogate pair",
     ),
+    "half a character in the id": ({"id": "\ud800", "inputs": [TEXT]}, r"id: '\ud800' has half of a surrogate pair"),
+    "half a character in an input": (of(name="x\ud800"), r"inputs: 'x\ud800' has half of a surrogate pair"),
+    "half a character in an output": (
+        {"inputs": [TEXT], "outputs": [{"name": "\ud800"}]}, r"outputs: '\ud800' has half of a surrogate pair",
+    ),
+    "half a character in node_name": (
+        {"inputs": [TEXT], "parameters": {"node_name": "\ud800"}}, r"node_name: '\ud800' has half of a surrogate pair",
+    ),
     "no inputs": ({"inputs": []}, "the request has no inputs"),
     "inputs of another kind": ({"inputs": {}}, "Expected `array`, got `object` - at `$.inputs`"),
     "an input twice": ({"inputs": [ARRAY, ARRAY]}, "inputs: 'x' appears twice"),

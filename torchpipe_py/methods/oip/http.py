@@ -198,17 +198,18 @@ def answer(
 
     Another thread encodes long JSON, and then raises what it is refused for.
     """
-    size = 0 if any(is_binary for _, is_binary in outputs) else sum([output.size(False) for output, _ in outputs])
-    if size <= SMALL_BYTES:
-        return encoded_answer(model, version, request, outputs, reply)
-    make = partial(encoded_answer, model, version, request, outputs, reply)
+    is_long = sum([output.size(False) for output, is_binary in outputs if not is_binary]) > SMALL_BYTES
+    make = partial(encoded_answer, model, version, request, outputs, reply, is_long)
+    if not is_long or any(is_binary for _, is_binary in outputs):
+        return make()
     return HttpAnswer(200, _JSON, b"", make=lambda: make().body, size=sum(output.size(True) for output, _ in outputs))
 
 
 def encoded_answer(
-    model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
-) -> HttpAnswer:
-    """``answer`` with its body, encoded on this thread."""
+    model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound,
+    in_pieces: bool,
+) -> HttpAnswer:  # fmt: skip
+    """``answer`` with its body, encoded on this thread; ``in_pieces`` lets other threads run meanwhile."""
     described: list[dict[str, Any]] = []
     binary: list[bytes] = []
     for output, is_binary in outputs:
@@ -217,7 +218,7 @@ def encoded_answer(
             binary.append(output.to_binary())
             form["parameters"] = {"binary_data_size": len(binary[-1])}
         else:
-            form["data"] = output.to_json(reply, SMALLER)
+            form["data"] = output.to_json(reply, SMALLER, in_pieces)
         described.append(form)
     whole: dict[str, Any] = {"model_name": model, "model_version": version}
     if request.id is not None:

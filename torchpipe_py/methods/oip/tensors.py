@@ -15,7 +15,6 @@ from torchpipe_py.errors import InvalidRequest, NoResult, counted
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.json_values import (
     NUMBER_BYTES,
-    NUMBERS_PIECE,
     array_from,
     from_base64,
     from_json,
@@ -164,8 +163,8 @@ class Output(NamedTuple):
         assert isinstance(self.data, np.ndarray)
         return (self.data.astype(np.uint32) << 16).view(np.float32) if self.datatype == BF16 else self.data
 
-    def to_json(self, most: Bound, hint: str = "") -> list[Any] | msgspec.Raw:
-        """Its elements, flat, for msgspec to encode; of many numbers their JSON.
+    def to_json(self, most: Bound, hint: str = "", in_pieces: bool = False) -> list[Any] | msgspec.Raw:
+        """Its elements, flat, for msgspec to encode; ``in_pieces``, the JSON of its numbers: see ``numbers_to_json``.
 
         Raises ``NoResult`` for values that JSON cannot represent, ``ReplyTooLargeError`` for more than ``most``.
         """
@@ -177,10 +176,10 @@ class Output(NamedTuple):
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         array = self.numbers()
         check_finite(self.name, array, "; ask for it with binary_data")
-        if array.size <= NUMBERS_PIECE:
-            elements: list[Any] = array.ravel().tolist()
-            return elements
-        return msgspec.Raw(numbers_to_json(array, most, hint))
+        if in_pieces:
+            return msgspec.Raw(numbers_to_json(array, most, hint))
+        elements: list[Any] = array.ravel().tolist()
+        return elements
 
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
