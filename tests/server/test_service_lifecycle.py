@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -206,6 +209,45 @@ def test_socket_between_processes_without_a_folder_ends_the_start(
     with pytest.raises(ConfigError) as caught:
         prepare_fork_server([])
     assert str(caught.value) == reason
+
+
+START = "from torchpipe_server.supervisor.forker import prepare_fork_server as p; p([]); print(flush=True); input()"
+
+
+@pytest.fixture
+def starts(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts what a supervisor does before it forks, with `tmp_path` for temporary files."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        env = {**os.environ, "TMPDIR": str(tmp_path)}
+        command = [sys.executable, "-c", START]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_start_removes_the_folders_of_killed_services_alone(
+    tmp_path: Path, starts: Callable[[], subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "pymp-other").mkdir()
+    killed = starts()
+    (left,) = set(tmp_path.iterdir()) - {tmp_path / "pymp-other"}
+    killed.kill()
+    killed.wait(WAIT)
+    starts()
+    assert not left.exists()
+    running = set(tmp_path.iterdir())
+    starts()
+    assert set(tmp_path.iterdir()) > running
+    assert len(running) == 2
 
 
 # -- stopping, in this process --------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import multiprocessing
 import multiprocessing.util
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -25,6 +27,8 @@ from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import EngineProcess, Start, Worker, run_process
 
 _MOST_FOLDER_BYTES = 107 - len("/listener-12345678")  # of a Unix socket's path
+_FOLDERS = "pymp-"  # how Python's names of such folders begin
+_LOCK = "torchpipe-serve.lock"
 logger = logging.getLogger("torchpipe_server")
 
 Role = Literal["worker", "engine process"]
@@ -59,7 +63,32 @@ def _socket_folder() -> str:
         raise ConfigError(f"the socket between processes needs a folder to write to: set TMPDIR ({error})") from None
     if len(os.fsencode(folder)) > _MOST_FOLDER_BYTES:
         raise ConfigError(f"{folder}: too long for the socket between processes: set TMPDIR to a shorter path")
+    with suppress(OSError):  # on some file systems nothing can be locked
+        _remove_left_folders(os.path.dirname(folder))
+        _hold_lock(folder)
     return folder
+
+
+def _remove_left_folders(parent: str) -> None:
+    """Remove the folders of services that were killed with all their processes: the lock in them is free."""
+    with os.scandir(parent) as entries:
+        folders = [entry.path for entry in entries if entry.name.startswith(_FOLDERS)]
+    for folder in folders:
+        with suppress(OSError):  # of another program or user, or of a service that runs
+            lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+def _hold_lock(folder: str) -> None:
+    """Lock the folder for as long as this process runs."""
+    # NOTE: locked before it has its name, or another service would take it for one that was left.
+    new = os.path.join(folder, f"{_LOCK}.new")
+    fcntl.flock(os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+    os.rename(new, os.path.join(folder, _LOCK))
 
 
 def look_at_working_directory() -> None:
