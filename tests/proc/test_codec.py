@@ -62,7 +62,7 @@ def shown(value: Any) -> Any:
         return type(value), [(type(key), key, shown(inner)) for key, inner in value.items()]
     if isinstance(value, (list, tuple)):
         return type(value), [*map(shown, value)]
-    return type(value), repr(value)
+    return type(value), repr(value.tobytes() if isinstance(value, memoryview) else value)
 
 
 FLAT_ONES = {
@@ -95,6 +95,7 @@ OTHERS = {
     "transposed": {"data": torch.arange(6000).reshape(60, 100).T},
     "backwards": {"data": np.arange(60000, dtype=np.int16).reshape(200, 300)[::2, ::-3]},
     "column order": {"data": np.asfortranarray(np.arange(6000.0).reshape(60, 100))},
+    "memoryview": {"few": memoryview(b"abc"), "many": memoryview(bytes(INLINE + 1))[::2]},
     "large": {"data": [bytearray(20_000), {"a": (np.arange(20_000), b"x" * 9000)}]},
     "channels last": {"data": torch.rand(2, 3, 40, 50).to(memory_format=torch.channels_last)},
     "part": {"data": [torch.arange(6000)[::2].contiguous(), torch.rand(3).half(), torch.tensor([True])]},

@@ -247,6 +247,8 @@ class Pickler(pickle.Pickler):
             if value.flags.forc or value.dtype.hasobject:
                 return NotImplemented
             return np.ascontiguousarray(value).__reduce_ex__(5)
+        if type(value) is memoryview and value.ndim == value.itemsize == 1:
+            return memoryview, (value.tobytes(),)
         torch = loaded_torch()
         if torch is not None and isinstance(value, torch.Tensor):
             return reduce_tensor(torch, value)

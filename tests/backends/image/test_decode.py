@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 import time
 import zlib
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import encode, picture
+from kit.cells import check_each
 from kit.image_backends import made
 from kit.pictures import (
     IEND,
@@ -396,6 +398,69 @@ def test_keeps_profile_name_off_stderr(mode: str, damage: int, capfd) -> None:
     for color, data in product(("bgr", "gray"), (named, bytearray(named), memoryview(named))):
         assert np.array_equal(decode(data, color=color)["result"], decode(plain, color=color)["result"])
     assert "forged" not in capfd.readouterr().err
+
+
+# -- forms of data ----------------------------------------------------------------------------------------------------
+
+BYTES_OF_JPEG = np.frombuffer(JPEG, np.uint8)
+RELEASED = memoryview(JPEG)
+RELEASED.release()
+TAKEN: dict[str, Any] = {
+    "bytearray": bytearray(JPEG),
+    "NumPy's bytes": np.bytes_(JPEG),
+    "memoryview": memoryview(JPEG),
+    "memoryview of chars": memoryview(JPEG).cast("c"),
+    "memoryview with gaps": memoryview(BYTES_OF_JPEG.repeat(2).tobytes())[::2],
+    "memoryview in reverse": memoryview(JPEG[::-1])[::-1],
+    "array": BYTES_OF_JPEG.copy(),
+    "read-only array": BYTES_OF_JPEG,
+    "array with gaps": BYTES_OF_JPEG.repeat(2)[::2],
+    "array in reverse": BYTES_OF_JPEG[::-1].copy()[::-1],
+}
+NOT_TAKEN: dict[str, Any] = {
+    "array without dimensions": np.array(1.5),
+    "number of NumPy": np.uint8(3),
+    "objects": np.array([JPEG], object),
+    "booleans": np.ones(3, bool),
+    "complex": np.zeros(3, complex),
+    "texts": np.frombuffer(JPEG, "S1"),
+    "big-endian": np.zeros(3, ">u2"),
+    "signed": BYTES_OF_JPEG.view(np.int8),
+    "released memoryview": RELEASED,
+    "mmap": mmap.mmap(-1, 8),
+    "file": BytesIO(JPEG),
+    "path": Path("a.jpg"),
+    "path as text": "a.jpg",
+    "picture of Pillow": Image.new("RGB", (4, 4)),
+    "tensor": torch.zeros(4, dtype=torch.uint8),
+    "tensor without dimensions": torch.tensor(1.5),
+    "list": [JPEG],
+    "dict": {"data": JPEG},
+    "nothing": None,
+    "number": 1.5,
+}
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_data_of_every_form_is_decoded_or_refused(isolation: str) -> None:
+    whole = decode(JPEG)["result"]
+    with pipe({"backend": "DecodeMat", "decode_isolation": isolation}) as run:
+
+        def check(name: str) -> None:
+            data = run({"data": {**TAKEN, **NOT_TAKEN}[name]})
+            if name in TAKEN:
+                assert np.array_equal(data["result"], whole)
+            else:
+                assert isinstance(data["error"], InvalidRequest)
+                assert str(data["error"]).startswith("expected encoded bytes")
+
+        check_each([*TAKEN, *NOT_TAKEN], check)
+
+
+def test_bytes_of_every_form_go_to_a_process() -> None:
+    whole = decode(JPEG)["result"]
+    with pipe({"backend": "Process[DecodeMat]"}) as run:
+        check_each(TAKEN, lambda name: np.testing.assert_array_equal(run({"data": TAKEN[name]})["result"], whole))
 
 
 # -- what a configuration says ----------------------------------------------------------------------------------------

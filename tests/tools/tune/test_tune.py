@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from conftest import Register
 from kit.backends import returns
 from kit.cells import check_each
@@ -1145,7 +1146,9 @@ WRONG: dict[str, dict[str, list[Any]]] = {
 WRONG_FOR_TUNE = WRONG | {
     "config": {"config: expected a file or a dict, got ": NO_PATHS},
     "images": {
-        "images: expected a folder, or a list of encoded images, got ": [None, 5, b"image", {"a": b"image"}],
+        "images: expected a folder, or a list of encoded images, got ": [
+            *(None, 5, b"image", {"a": b"image"}, np.array(1.5), torch.tensor(1.5)),
+        ],
         "images[0]: expected the bytes of an encoded image, got ": [[None], ["a.jpg"], [5], np.zeros((1, 2, 2))],
         "images[1]: expected the bytes of an encoded image, got ": [(b"image", 5)],
         "no images": [[], ()],

@@ -111,6 +111,11 @@ def encoded_bytes(value: Any) -> np.ndarray:
         raise InvalidRequest(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}{_instead_of(value)}")
+    if isinstance(value, memoryview):
+        try:
+            value = value if value.c_contiguous else value.tobytes()
+        except ValueError as error:  # it was released
+            raise InvalidRequest(f"expected encoded bytes: {error}") from None
     return np.frombuffer(value, UINT8)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -202,9 +202,12 @@ def named_images(images: str | os.PathLike[str] | Sequence[bytes]) -> dict[str, 
         payload = load_images(Path(images), False)
         named = dict(zip(map(str, payload.paths), payload.bodies, strict=True))
     else:
-        is_right = isinstance(images, Iterable) and not isinstance(images, (bytes, Mapping))
-        require("images", images, is_right, "a folder, or a list of encoded images")
-        named = {f"images[{number}]": body for number, body in enumerate(images)}
+        try:
+            each = None if isinstance(images, (bytes, Mapping)) else list(images)
+        except TypeError:  # an array without dimensions, too
+            each = None
+        require("images", images, each is not None, "a folder, or a list of encoded images")
+        named = {f"images[{number}]": body for number, body in enumerate(each or ())}
         for name, body in named.items():
             require(name, body, isinstance(body, bytes), "the bytes of an encoded image")
     if not named:
