@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import shutil
+import threading
 import weakref
 import zipfile
 from pathlib import Path
@@ -50,6 +51,23 @@ def test_results_equal_those_of_the_module(model: str, tmp_path: Path) -> None:
                 torch.testing.assert_close(
                     torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4
                 )
+
+
+def test_nodes_with_exported_programs_load_them_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.export.load`` fails where another thread is in it."""
+    load, both = torch.export.load, threading.Barrier(2)
+
+    def met(*args: Any, **options: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return load(*args, **options)
+
+    monkeypatch.setattr(torch.export, "load", met)
+    nodes = {name: {**TRUSTED, "model": save_small("export", tmp_path / name)} for name in "ab"}
+    with pipe(nodes):
+        assert both.broken
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -30,6 +31,9 @@ _RUNS = {
 }
 
 _UNSEEN = "runs code in it"
+
+_exported_loading = threading.Lock()
+"""PyTorch loads one exported program at a time."""
 
 Specs = tuple[TensorSpec, ...]
 
@@ -219,10 +223,11 @@ def load_module(file: ModelFile, device: Any, is_trusted: bool) -> tuple[Callabl
         if kind == "torchscript":
             script = torch.jit.load(source, map_location=device).eval()
             return script, _script_inputs(script), ()
-        program = torch.export.load(source)
-        names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
-        inputs, outputs = (_exported(torch, program, some) for some in names)
-        return program.module().to(device), inputs, outputs
+        with _exported_loading:
+            program = torch.export.load(source)
+            names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
+            inputs, outputs = (_exported(torch, program, some) for some in names)
+            return program.module().to(device), inputs, outputs
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
