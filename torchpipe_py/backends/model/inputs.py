@@ -200,16 +200,44 @@ def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int], rows_mix
     return f"input {name!r} takes {shown_dims((1, *dims))}, got {shown_dims(shape)}{hint}"
 
 
-def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
-    """Raise ``InvalidRequest`` if an array loses more than precision in ``dtype``: fractions, or large integers."""
-    if array.dtype == dtype:
+BEYOND = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}
+"""The least number that each type rounds to infinity."""
+
+
+def check_numbers(array: np.ndarray, dtype: str, name: str) -> None:
+    """Raise ``InvalidRequest`` if an array loses more than precision in ``dtype``: fractions, or large numbers.
+
+    Infinity and NaN are kept.
+    """
+    wanted = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    if array.dtype.name == dtype:
         return
-    if array.dtype.kind in "iu" and dtype.kind in "iu":
-        limits, least, most = np.iinfo(dtype), int(array.min(initial=0)), int(array.max(initial=0))
+    if array.dtype.kind in "iu" and wanted.kind in "iu":
+        limits, least, most = np.iinfo(wanted), int(array.min(initial=0)), int(array.max(initial=0))
         if not limits.min <= least <= most <= limits.max:
             raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype} of {least}..{most}")
-    elif not _can_cast(array.dtype, dtype):
+    elif not _can_cast(array.dtype, wanted):
         raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype}")
+    elif may_overflow(array.dtype.name, dtype):
+        if -BEYOND[dtype] < float(array.min(initial=0)) <= float(array.max(initial=0)) < BEYOND[dtype]:
+            return
+        large = array[np.isfinite(array) & ~((-BEYOND[dtype] < array) & (array < BEYOND[dtype]))]
+        if large.size:
+            raise InvalidRequest(
+                f"input {name!r} takes {dtype}, got {array.dtype} of {float(large[0]):g}, which is beyond it"
+            )
+
+
+@lru_cache(256)
+def may_overflow(source: str, target: str) -> bool:
+    """Whether a number of the type ``source`` may be too large for the type ``target`` of floats."""
+    if source == "bfloat16":  # which NumPy lacks
+        return target == "float16"
+    kind = np.dtype(source).kind
+    if target not in BEYOND or kind not in "iuf":
+        return False
+    limits = np.finfo(source) if kind == "f" else np.iinfo(source)
+    return float(limits.max) >= BEYOND[target]
 
 
 @lru_cache(256)
@@ -301,8 +329,8 @@ class InputSpec:
         dims = self.dims
         if dims is not None and not fits(shape, dims):
             raise InvalidRequest(misfit(self.name, dims, value.shape))
-        if not self.dtype.is_floating_point and value.dtype != self.dtype:
-            self._check_integers(value)
+        if value.dtype != self.dtype:
+            self._check_numbers(value)
         return shape
 
     def batched(self, value: Any) -> Any:
@@ -316,15 +344,17 @@ class InputSpec:
         planes_fit = fits((array.shape[2], *array.shape[:2]), self.dims)
         return value if planes_fit and (self.dims[0] is not None or self.dims[2] is None) else array[None]
 
-    def _check_integers(self, value: Any) -> None:
-        """Raise ``InvalidRequest`` for numbers that this input's integer type cannot hold."""
-        dtype = np.dtype(str(self.dtype).removeprefix("torch."))
+    def _check_numbers(self, value: Any) -> None:
+        """Raise ``InvalidRequest`` for numbers that this input's type cannot hold."""
+        dtype, given = (str(each).removeprefix("torch.") for each in (self.dtype, value.dtype))
+        if self.dtype.is_floating_point and not may_overflow(given, dtype):
+            return
         if isinstance(value, np.ndarray):
             check_numbers(value, dtype, self.name)
-        elif value.is_floating_point():
-            raise InvalidRequest(f"input {self.name!r} takes {dtype}, got {str(value.dtype).removeprefix('torch.')}")
+        elif value.is_floating_point() and not self.dtype.is_floating_point:
+            raise InvalidRequest(f"input {self.name!r} takes {dtype}, got {given}")
         elif not value.is_cuda:  # reading values on a GPU would wait for it
-            check_numbers(value.numpy(), dtype, self.name)
+            check_numbers(tensor_to_numpy(value, self.name), dtype, self.name)
 
     def _row_shape(self, value: Any) -> tuple[int, ...]:
         if is_mat(value) and (self.dims is None or len(self.dims) == 3):

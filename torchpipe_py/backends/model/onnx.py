@@ -15,6 +15,7 @@ from torchpipe_py.backends.model.inputs import (
     fits,
     from_bfloat16,
     laid_out,
+    may_overflow,
     misfit,
     optional_values,
     plain_numbers,
@@ -385,9 +386,12 @@ class _Input:
         if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
             raise InvalidRequest(misfit(name, dims[1:], given.shape, self.spec.rows_mix))
         if self.spec.dtype != BYTES:
-            check_numbers(array, self.dtype, name)
-        # A cast to a smaller integer type looks at every number.
-        if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
+            check_numbers(array, self.spec.dtype, name)
+        # A cast to a smaller type looks at every number.
+        is_safe = array.dtype == self.dtype or (
+            self.dtype.kind == "f" and not may_overflow(array.dtype.name, self.spec.dtype)
+        )
+        if is_tensor and array is given and is_safe:
             self._fitting = array.shape, array.dtype
         return array
 
