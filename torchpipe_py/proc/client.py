@@ -81,7 +81,7 @@ class EngineClient(Pool):
         self._watch, self._set_linked = watch, set_linked
         self._sock: socket.socket | None = None
         self._next: socket.socket | None = None
-        self._is_attaching = False
+        self._is_attaching = self._has_sections = False
         self._unlinked_because = _DIED
         self._thread: threading.Thread | None = None
         self._rung = new_bell()
@@ -107,13 +107,13 @@ class EngineClient(Pool):
         """Attach, and wait until the engine process has reported its sections; ``False`` if no link can be created."""
         self.attach(sock)
         with self.changed:
-            self.changed.wait_for(lambda: self.sections or not self._is_attaching)
-            return bool(self.sections)
+            self.changed.wait_for(lambda: self._has_sections or not self._is_attaching)
+            return self._has_sections
 
     def section(self, head: str) -> tuple[int, Signature]:
         """The number of a section and its signature; waits until the engine process has reported them."""
         with self.changed:
-            if not self.changed.wait_for(lambda: self.sections, START_SECONDS):
+            if not self.changed.wait_for(lambda: self._has_sections, START_SECONDS):
                 raise EngineUnavailable(f"the engine process did not report its nodes within {START_SECONDS:g} s")
             return self.sections[head]
 
@@ -182,6 +182,7 @@ class EngineClient(Pool):
         self.add(link)
         with self.changed:
             self._sock, self._unlinked_because, self.sections = sock, _DIED, sections
+            self._has_sections = True
             self._set_linked(True)
             self.changed.notify_all()
 

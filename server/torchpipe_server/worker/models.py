@@ -177,11 +177,11 @@ class FolderModels:
 def servable(options: Options, folder: Folder, processes: int, is_set_up: bool) -> Folder:
     """The files of a folder whose shared nodes an engine process can run; logs the others.
 
-    Unless ``is_set_up``, they are planned only. Raises ``ConfigError`` if there are none.
+    Unless ``is_set_up``, they are planned only.
     """
     from torchpipe_py import pipe
 
-    served, problems = Folder(source=folder.source), dict[str, str]()
+    served = Folder(source=folder.source)
     for key in folder:
         try:
             plan = make_plan(options, folder.only(key), processes)
@@ -190,10 +190,7 @@ def servable(options: Options, folder: Folder, processes: int, is_set_up: bool) 
                     pipe(engine_part(plan)).close()
                 served[key] = folder[key]
         except Exception as error:
-            problems[key] = _text(error)
-            logger.error("the engine process does not run model %s: %s", key, problems[key])
-    if not served:
-        raise ConfigError("\n".join(problems.values()))
+            logger.error("the engine process does not run model %s: %s", key, _text(error))
     return served
 
 

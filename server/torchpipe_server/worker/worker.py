@@ -66,6 +66,7 @@ CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two checks whether the process is to end
 _WITH_DESCRIPTOR = ("connection", "link")  # messages
 ORPHANED = {"models": [], "error": "the supervisor is gone", "code": "unavailable"}  # the answer to any control
+_NOTHING = {"global": {}, "none": {"backend": "Identity"}}  # no shared node
 NO_DESCRIPTOR = "cannot link to the engine process: no descriptor is left"
 
 
@@ -420,10 +421,10 @@ class EngineProcess:
         else:
             try:
                 planned = servable(options, tables, processes, is_set_up=False)
-                self._server = EngineServer(make_plan(options, planned, processes))
+                self._server = EngineServer(make_plan(options, planned or _NOTHING, processes))
             except SetupError:  # of one file: set up each alone to see which
                 able = servable(options, tables, processes, is_set_up=True)
-                self._server = EngineServer(make_plan(options, able, processes))
+                self._server = EngineServer(make_plan(options, able or _NOTHING, processes))
         self._loop = new_loop(is_fast=False)
         handlers: Handlers = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
         self._requests = RequestCounters("").summary()  # always zero: the workers count the requests of clients

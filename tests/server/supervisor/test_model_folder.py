@@ -201,6 +201,19 @@ def test_serves_what_an_engine_process_can_set_up(tmp_path: Path) -> None:
         assert not set(service.pids()) & set(workers), "a model with shared nodes is a reload"
 
 
+@pytest.mark.parametrize("wrong", ["missing", "setup"])
+def test_serves_the_others_if_the_engine_process_can_run_nothing(tmp_path: Path, wrong: str) -> None:
+    shared = "shared = true\n"
+    with folder_service(written(tmp_path, bad=BAD[wrong] + shared, own=GOOD), "--workers", "2") as service:
+        service.wait_started()
+        assert [state for state, _ in index(service.port).values()] == ["READY", "UNAVAILABLE"]
+        assert infer(service.port, "own") == "a"
+        assert "could not be loaded" in infer(service.port, "bad")
+        written(tmp_path, bad=steered() + shared)
+        assert control(service, "load", "bad")[0] == 200
+        assert infer(service.port, "bad") == infer(service.port, "own") == "a"
+
+
 def test_a_request_in_work_is_answered_by_a_model_that_is_unloaded(tmp_path: Path) -> None:
     folder, state = written(tmp_path / "models", a=GOOD, b=steered(folder=tmp_path / "state")), tmp_path / "state"
     state.mkdir()
