@@ -234,6 +234,9 @@ class pipe:
     def check_loaded(self, name: str) -> None:
         """Raise ``ModelUnavailable`` for a model that is known and not loaded: none here; see ``Pipes``."""
 
+    hint_if_unknown = ""
+    """The end of the message about an unknown model; see ``Pipes``."""
+
     @property
     def has_own_code(self) -> bool:
         """Whether any backend is not part of this package."""

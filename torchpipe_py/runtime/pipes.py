@@ -70,8 +70,9 @@ class _Members:
         if isinstance(name, str):
             self.check_loaded(name)
         if not self.roots:
-            raise UnknownNode("no model is loaded")
-        raise unknown_root(name, self.roots)
+            raise UnknownNode(f"no model is loaded{Pipes.hint_if_unknown}")
+        error = unknown_root(name, self.roots)
+        raise error if name is None else UnknownNode(f"{error}{Pipes.hint_if_unknown}")
 
     def check_loaded(self, name: str) -> None:
         """See ``pipe.check_loaded``. ``name`` is a ``node_name``: NAME, NAME.ROOT, or one of these with a version."""
@@ -128,6 +129,9 @@ class Pipes:
     def _with(self, removed: Collection[str], added: Mapping[str, pipe], problems: Mapping[str, str] = {}) -> _Members:
         kept = {key: run for key, run in self._members.pipes.items() if key not in removed}
         return _Members({**kept, **added}, problems)
+
+    hint_if_unknown = "; a file that was added to the folder has to be loaded"
+    """The end of the message about an unknown model."""
 
     def check_loaded(self, name: str) -> None:
         """See ``pipe.check_loaded``."""

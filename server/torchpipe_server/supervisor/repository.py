@@ -28,6 +28,7 @@ from torchpipe_server.supervisor.fleet import Fleet
 
 Files = dict[str, dict[str, str]]
 Wrong = dict[str, str]
+_ADDED = "added to the folder, not loaded yet"  # the reason for which a model is not served
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -78,7 +79,7 @@ class Repository:
             state, reason = "READY", ""
             if key not in ready:
                 problem = self._problems.get(name) or problems.get(key) or served.problems.get(key)
-                state, reason = "UNAVAILABLE", describe_error(ConfigError(problem)) if problem else UNLOADED
+                state, reason = "UNAVAILABLE", describe_error(ConfigError(problem)) if problem else _ADDED
             rows.append({"name": name, "version": version, "state": state, "reason": reason})
         return rows
 

@@ -119,7 +119,7 @@ def test_an_empty_folder_is_served_with_repository_control(tmp_path: Path) -> No
         assert ask(service.port, b"", "/v2/health/ready", "GET") == (200, {"ready": True})
         assert ask(service.port, b"", "/v2/models/stats", "GET") == (200, {"model_stats": []})
         assert infer(service.port, "a").startswith("Request for unknown model: 'a' is not found")
-        assert ask(service.port, {"data": "a"})[1]["error"].endswith("no model is loaded")
+        assert "no model is loaded; a file that was added" in ask(service.port, {"data": "a"})[1]["error"]
         written(tmp_path, a=GOOD)
         assert control(service, "load", "a")[0] == 200
         assert infer(service.port, "a") == "a"
@@ -330,6 +330,26 @@ def test_every_protocol_says_why_a_known_model_is_not_served(tmp_path: Path) -> 
         written(folder, late=GOOD)
         assert control(service, "load", "late")[0] == control(service, "load", "gone")[0] == 200
         assert infer(service.port, "late") == infer(service.port, "gone") == "a"
+
+
+def test_a_file_that_was_added_is_listed_and_its_model_has_to_be_loaded(tmp_path: Path) -> None:
+    hint = "; a file that was added to the folder has to be loaded"
+    with folder_service(written(tmp_path, a=GOOD)) as service:
+        service.wait_started()
+        written(tmp_path, new=GOOD)
+        assert index(service.port) == {
+            "a": ("READY", ""), "new": ("UNAVAILABLE", "added to the folder, not loaded yet"),
+        }  # fmt: skip
+        for path, method in (("infer", "POST"), ("", "GET"), ("ready", "GET"), ("versions/1/ready", "GET")):
+            status, said = ask(service.port, b"{}", f"/v2/models/new/{path}".rstrip("/"), method)
+            assert (status, said["code"], said["error"].endswith(hint)) == (404, "unknown_node", True), said
+        status, said = ask(service.port, b"abc", "/infer?node_name=new")
+        assert (status, said["code"], said["error"].endswith(hint)) == (404, "unknown_node", True), said
+        with Client(service.port) as client, pytest.raises(IDL.InferenceError) as raised:
+            client.infer({"data": IDL.Value(text="a")}, node_name="new")
+        assert raised.value.message.endswith(hint)
+        assert control(service, "load", "new")[0] == 200
+        assert infer(service.port, "new") == "a"
 
 
 def test_a_load_that_fails_has_one_code_over_http_and_grpc(tmp_path: Path) -> None:

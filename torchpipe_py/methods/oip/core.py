@@ -194,9 +194,12 @@ class Models:
         self._pipe.check_loaded(f"{name}/{version}" if version else name)
         if name not in self._latest:
             valid = nearest(name[:80], {model.name for model in self._listed})
-            raise UnknownNode(f"{UNKNOWN_MODEL}: {name[:80]!r} is not found; {valid}")
+            raise self._unknown(f"{name[:80]!r} is not found; {valid}")
         valid = nearest("", self.versions(name))
-        raise UnknownNode(f"{UNKNOWN_MODEL}: {name[:80]!r} version {version[:40]!r} is not found; {valid}")
+        raise self._unknown(f"{name[:80]!r} version {version[:40]!r} is not found; {valid}")
+
+    def _unknown(self, text: str) -> UnknownNode:
+        return UnknownNode(f"{UNKNOWN_MODEL}: {text}{self._pipe.hint_if_unknown}")
 
 
 class Codec(Protocol):
