@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import cv2
@@ -20,7 +21,7 @@ import pytest
 import torch
 from conftest import Register, picture
 from kit import process_backends
-from kit.inside import backend_of
+from kit.inside import backend_of, node_of, runtime_of
 from kit.leftovers import nothing_left  # noqa: F401
 from kit.steered import Steered
 from kit.waits import WAIT, error_of, eventually, outcome, run
@@ -42,6 +43,7 @@ from torchpipe_py.plan.binding import FilterPlan
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc import backends, child, restarter
 from torchpipe_py.proc.backends import Process
+from torchpipe_py.runtime.request import Links, Request
 
 Data = dict[str, Any]
 
@@ -101,6 +103,18 @@ def test_batch_is_one_call(obedient: Process) -> None:
     assert [item["result"][1:] for item in items] == [(4, number) for number in range(4)]
     assert (obedient.min(), obedient.max()) == (1, 4)
     assert obedient.signature() == Signature(outputs=(TensorSpec("pid"),))
+
+
+def test_wait_for_a_process_counts_at_later_nodes() -> None:
+    """They refuse a request that has waited too long in all."""
+    with pipe({"backend": "Process[Identity]"}) as p:
+        ended = threading.Event()
+        request = Request({"data": 1}, lambda data, error: ended.set(), "node")
+        request.arrived, request.links = perf_counter() - 60, Links(is_inner=True)
+        runtime_of(p).inflight.add_inner([request])
+        node_of(p).put(request)
+        assert ended.wait(WAIT)
+        assert 60 <= request.waited < 60 + WAIT
 
 
 def test_starts_while_another_thread_imports_opencv(monkeypatch: pytest.MonkeyPatch) -> None:

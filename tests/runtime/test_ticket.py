@@ -28,6 +28,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "jump": {"n": {"backend": "Jump", "jump": "inner"}, "inner": NODE},
     "process": {"n": {"backend": "Process[Steered]"}},
+    "after a process": {"n": {"backend": "Process[Identity]", "next": "last"}, "last": NODE},
+    "after a jump": {"n": {"backend": "Jump", "jump": "inner", "next": "last"}, "inner": {}, "last": NODE},
+    "after a fork": {
+        "n": {"next": "a,b"},
+        "a": {"next": "last"},
+        "b": {"next": "last"},
+        "last": {**NODE, "map": "a[result:data],b[result:b]"},
+    },
     "shared": {"n": {**NODE, "shared": True}},
 }
 
@@ -51,8 +59,8 @@ def test_request_is_queued_until_something_works_on_it(kind: str, tmp_path: Path
         eventually((tmp_path / "entered").exists)
         running, waiting = tickets
         eventually(lambda: not running.is_queued)
-        # In the others it is in the same batch, a node has had it, or the engine process has it.
-        if kind in ("single", "process"):
+        # In the others it is in the same batch, other requests have it, or another process.
+        if kind in ("single", "process", "forked") or kind.startswith("after"):
             eventually(lambda: waiting.is_queued)
         assert not running.is_queued
         (tmp_path / "open").touch()

@@ -111,7 +111,7 @@ class Process(HandOverBackend):
             is_large = self.config.instance_num > 1 and self.is_large(item)
         call = Call(packed, 1, finish, request.deadline, is_large, request.priority)
         links = request.linked()
-        links.has_begun = partial(self._pool.has_begun, call)
+        links.has_begun[request.node] = partial(self._pool.has_begun, call)
         links.on_completed.append(partial(self._pool.abandon, call))
         self._pool.ask(call)
 
@@ -291,7 +291,7 @@ class Remote(HandOverBackend):
 
         call = Call(packed, self._section, finish, request.deadline, priority=request.priority)
         links = request.linked()
-        links.has_begun = partial(self._engine.has_begun, call)
+        links.has_begun[request.node] = partial(self._engine.has_begun, call)
         links.on_completed.append(partial(self._engine.abandon, call))
         if request.done:  # perhaps before the other process could be notified
             self._engine.abandon(call)

@@ -598,17 +598,14 @@ class Ticket:
     @property
     def is_queued(self) -> bool:
         """Whether nothing works on it yet, here or in another process; a momentary answer."""
-        # NOTE: in this order, or a request that ends in between counts as queued.
-        return not (self._has_begun_elsewhere() or self.is_running or self.is_over)
-
-    def _has_begun_elsewhere(self) -> bool:
-        """Whether another process works on it, or the requests that it has started, or branches of it."""
         links = self._request.links
-        if links is None:
-            return False
-        if links.branches is not None:  # which share ``links``
-            return True
-        return bool(links.on_completed) if links.has_begun is None else links.has_begun()
+        requests = [self._request] if links is None or links.branches is None else [*links.branches.requests]
+        # NOTE: in this order, or a request that ends in between counts as queued.
+        is_elsewhere = links is not None and any(
+            links.has_begun[request.node]() for request in requests if request.node in links.has_begun
+        )
+        taken = [request for instance in self._runtime.instances for request in instance.taken]
+        return not (is_elsewhere or any(request in taken for request in requests) or self.is_over)
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``, or because its client left; drops it if it is queued.

@@ -72,15 +72,15 @@ class Links:
     ``branches`` is their common state, once the request has forked. ``is_inner`` marks a request that a node of
     another graph started: ``parent`` is the request that waits for it, if any. ``on_completed`` holds functions to call
     when the request is completed, which end the work that it started elsewhere.
-    ``has_begun`` says, once it was handed over to another process, whether that works on it. ``timeline`` is set if
-    spans or a timeline are recorded.
+    ``has_begun`` says of each node that has handed it, or a branch of it, over to another process or to other requests
+    whether these work on it, as long as it is at that node. ``timeline`` is set if spans or a timeline are recorded.
     """
 
     def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
         self.parent, self.is_inner = parent, is_inner
         self.branches: Branches | None = None
         self.on_completed: list[Callable[[], object]] = []
-        self.has_begun: Callable[[], bool] | None = None
+        self.has_begun: dict[str, Callable[[], bool]] = {}
         self.timeline: Timeline | None = None
 
 

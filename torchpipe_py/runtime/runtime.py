@@ -421,6 +421,8 @@ class Runtime:
         requests: list[Request] = []
         countdown = Countdown(len(items), lambda data, error: on_done([request.error for request in requests]))
         timeline = None if parent is None else parent.linked().timeline
+        if parent is not None:
+            parent.linked().has_begun[parent.node] = lambda: True
         for index, item in enumerate(items):
             request = Request(item, countdown, root)
             request.priority = 0 if parent is None else parent.priority

@@ -58,6 +58,7 @@ class HandOverNode(Node):
 
     def _end(self, instance: Instance, request: Request, error: BaseException | None, ran: Ran | None) -> None:
         if ran is not None:
+            request.waited += max(0.0, ran[1] - request.arrived)
             instance.record.single(request, ran[1], ran[2])
             self.times.add(1, ran[2] - ran[1], ran[2])
         elif instance.record.traces:
