@@ -29,7 +29,7 @@ from torchpipe_py.methods.call import UNREAD, Call, CallState, call_from_any_thr
 from torchpipe_py.methods.long_messages import LongMessages
 from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.methods.openapi import openapi_document
-from torchpipe_py.methods.roots import Root, Roots
+from torchpipe_py.methods.roots import Root, Roots, check_count
 from torchpipe_py.methods.routes import (
     JSON,
     OK,
@@ -185,6 +185,7 @@ __all__ = [
     "answer_of",
     "answers",
     "call_from_any_thread",
+    "check_count",
     "check_name",
     "check_names",
     "compression",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import save_model
 from kit import doors
 from kit.doors import House
+from onnx import helper
 
+from torchpipe_py import ConfigError, pipe
+from torchpipe_py.methods.inference import Inference
+from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.values import MOST_VALUES
 
 
@@ -16,6 +22,39 @@ from torchpipe_py.wire.values import MOST_VALUES
 def house() -> Iterator[House]:
     with doors.house({"any": {"backend": "Identity"}}) as house:
         yield house
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A model of 300 inputs and as many outputs, as a table of 300 columns has."""
+    forms = [{f"{name}{index}": ["n", 1] for index in range(300)} for name in "xy"]
+    nodes = [helper.make_node("Neg", [f"x{index}"], [f"y{index}"]) for index in range(300)]
+    path = save_model(tmp_path_factory.mktemp("wide") / "wide.onnx", nodes, *forms)
+    with doors.house({"wide": {"backend": "OnnxTensor", "model": path}}) as house:
+        yield house
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_model_with_many_inputs_and_outputs_is_asked(wide: House, door: str) -> None:
+    inputs = {f"x{index}": np.array([[index]], "f4") for index in range(300)}
+    answer = doors.DOORS[door](wide, doors.Asked("wide", inputs, [f"y{index}" for index in range(300)]))
+    assert answer.code == "ok", answer.message
+    assert [answer.values[f"y{index}"].item() for index in range(300)] == [-index for index in range(300)]
+
+
+def test_model_with_more_inputs_than_a_request_can_have_is_not_served(tmp_path: Path) -> None:
+    count = MOST_VALUES + 1
+    path = save_model(
+        tmp_path / "wide.onnx",
+        [helper.make_node("Sum", [f"x{index}" for index in range(count)], ["y"])],
+        {f"x{index}": ["n", 1] for index in range(count)},
+        {"y": ["n", 1]},
+    )
+    with (
+        pipe({"wide": {"backend": "OnnxTensor", "model": path}}) as run,
+        pytest.raises(ConfigError, match="model 'wide' has 513 inputs; a request can have 512"),
+    ):
+        Inference(run, "wide", 0.0, 8, Bound(2**20, ""), Bound(2**20, ""))
 
 
 @pytest.mark.parametrize("door", doors.DOORS)

@@ -133,7 +133,7 @@ WRONG_JSON = {
     ),
     "a long batch": (json.dumps({"inputs": [{"data": 1}] * 257}).encode(), "257 items in one call; the limit is 256"),
     "no data": (b'{"inputs": {}}', "data"),
-    "many inputs": (json.dumps({"inputs": {str(number): {} for number in range(300)}}).encode(), "300 inputs"),
+    "many inputs": (json.dumps({"inputs": {str(number): {} for number in range(600)}}).encode(), "600 inputs"),
     "null": (b'{"inputs": {"data": null}}', "expected a text"),
     "another name for base64": (b'{"inputs": {"data": {"base64": "aGk="}}}', 'expected a text, a number, {"b64": '),
     "base64 that is cut off": (b'{"inputs": {"data": {"b64": "aGk"}}}', "b64 is not base64: Incorrect padding"),

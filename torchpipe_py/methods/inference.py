@@ -9,7 +9,7 @@ from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip.core import Control, Models, OpenInference, Totals
 from torchpipe_py.methods.oip.handler import OipHandler
 from torchpipe_py.methods.oip.requests import InferLimits
-from torchpipe_py.methods.roots import Roots
+from torchpipe_py.methods.roots import Roots, check_count
 from torchpipe_py.methods.routes import Route, Rpc
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
@@ -29,6 +29,7 @@ class Inference:
         control: Control | None = None, may_load: bool = False, totals: Totals | None = None,
         forward_headers: str = "",
     ) -> None:  # fmt: skip
+        check_count(run)
         self.headers = headers = ForwardedHeaders(forward_headers)
         self.roots, self.deadlines, self.admission = Roots(run, stem), Deadlines(run, deadline_ms), FairAdmission(run)
         self.models = Models(run, stem, self.deadlines, self.admission)

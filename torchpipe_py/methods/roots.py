@@ -8,14 +8,14 @@ from typing import Any
 
 from torchpipe_py.backends.model.inputs import misfit
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import InvalidRequest, UnknownNode, nearest
+from torchpipe_py.errors import ConfigError, InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.folder import FIRST_VERSION
 from torchpipe_py.results import Detections
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire import detections
 from torchpipe_py.wire.parameters import check_near, give
-from torchpipe_py.wire.values import is_ranking, output_of
+from torchpipe_py.wire.values import MOST_VALUES, is_ranking, output_of
 
 _ALWAYS = (TASK_CONTEXT_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY)
 """Keys that a request to any pipe may have."""
@@ -67,11 +67,11 @@ class Root:
                     raise InvalidRequest(f"the request has no inputs; {nearest('', self._own())}")
                 raise self._unknown(next(iter(given)), self._own())
             if len(given) > 1:
-                self._check(given, (TASK_DATA_KEY, *wanted))
+                self._check(given, {TASK_DATA_KEY, *wanted})
             return given
         if len(given) > len(own):
-            self._check(given, (*own, *wanted))
-            if TASK_DATA_KEY in given and TASK_DATA_KEY not in own:
+            self._check(given, {*own, *wanted})
+            if TASK_DATA_KEY in given and TASK_DATA_KEY not in self.names:
                 raise InvalidRequest(f"both {TASK_DATA_KEY!r}, which is the whole input, and its part {own[0][:40]!r}")
         inputs = {name: given[name] for name in own}
         item = {name: value for name, value in given.items() if name not in inputs}
@@ -210,6 +210,15 @@ def model_keys(run: pipe, stem: str) -> dict[str, str]:
     if is_file(run) and len(models) == 1:
         return {models[0].root: f"{stem}/{FIRST_VERSION}"}
     return {model.root: f"{model.name}/{model.version}" for model in models}
+
+
+def check_count(run: pipe) -> None:
+    """Raise ``ConfigError`` for a model with more inputs or outputs than a request can have."""
+    for model in run.models:
+        signature = run.signature(model.node_name)
+        for what, specs in (("inputs", signature.inputs), ("outputs", signature.outputs)):
+            if len(specs) > MOST_VALUES:
+                raise ConfigError(f"model {model.name!r} has {len(specs)} {what}; a request can have {MOST_VALUES}")
 
 
 def is_file(run: pipe) -> bool:

@@ -13,7 +13,7 @@ from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_PARAMETERS_KEY
 from torchpipe_py.values import to_strings
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
-from torchpipe_py.wire.values import check_names
+from torchpipe_py.wire.values import MOST_PARAMETERS, check_names
 
 NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
 MOST_PARAMETER_VALUES = 2**12
@@ -30,7 +30,7 @@ def split(where: str, given: Mapping[str, Any], known: Iterable[str]) -> tuple[d
 
     ``InvalidRequest`` for those of sequences and shared memory, and for a name that is nearly a known one.
     """
-    check_names(f"{where}parameters", given)
+    check_names(f"{where}parameters", given, MOST_PARAMETERS)
     own, others = {}, {}
     for name, value in given.items():
         if name in known:

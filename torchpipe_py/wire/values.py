@@ -38,18 +38,19 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 LENGTH = struct.Struct("<I")  # before each text of an array
 NAME_CHARACTERS = 1024  # limit of a uuid, a key or a node's name
-MOST_VALUES = 256  # inputs of a request, and outputs
+MOST_VALUES = 2**9  # inputs of a request, and outputs; no model with more is served
+MOST_PARAMETERS = 256
 _DETECTION_BYTES = len('{"box":[0,0,0,0],"score":0,"class":0},')  # of one in JSON, at least
-MOST_TENSORS = 256  # in one value
+MOST_TENSORS = MOST_VALUES  # in one value
 MOST_TEXTS = 2**12  # in an array
 MOST_DIMENSIONS = 32
 _MOST_SIZE = 2**63 - 1  # largest dimension; NumPy has other errors for this one and for larger ones
 
 
-def check_names(what: str, names: Collection[str]) -> None:
-    """Raises ``InvalidRequest`` for too many of them, or one that is too long."""
-    if len(names) > MOST_VALUES:
-        raise InvalidRequest(f"{len(names)} {what}; the limit is {MOST_VALUES}")
+def check_names(what: str, names: Collection[str], most: int = MOST_VALUES) -> None:
+    """Raises ``InvalidRequest`` for more than ``most`` of them, or one that is too long."""
+    if len(names) > most:
+        raise InvalidRequest(f"{len(names)} {what}; the limit is {most}")
     for name in names:
         check_name(what, name)
 

@@ -16,6 +16,7 @@ from torchpipe_py.serving import (
     Pipes,
     add,
     call_from_any_thread,
+    check_count,
     describe,
     engine_part,
     live_svg,
@@ -88,10 +89,17 @@ class FolderModels:
         plan = make_plan(self._options, folder.only(key), self._options.workers)
         heads = [section.head for section in sections(plan)] if self._engine is not None else []
         if self._engine is None or not heads:
-            return pipe(plan)
-        if missing := [head for head in heads if head not in self._engine.sections]:
+            run = pipe(plan)
+        elif missing := [head for head in heads if head not in self._engine.sections]:
             raise ConfigError(f"{folder[key].source}: the engine process cannot run {missing[0]!r}: see the log")
-        return pipe_of_worker(plan, self._engine)
+        else:
+            run = pipe_of_worker(plan, self._engine)
+        try:
+            check_count(run)
+        except ConfigError:
+            run.close()
+            raise
+        return run
 
     def with_past(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """The statistics of the pipes, with the totals of removed ones: of nodes of the same names, and of metrics."""

@@ -204,7 +204,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a sequence": ({"parameters": {"sequence_id": 1}, "inputs": [TEXT]}, "a pipe keeps no state between requests"),
     "shared memory": (of(parameters={"shared_memory_region": "a"}), "'shared_memory_region': shared memory is not"),
     "outputs of another kind": ({"inputs": [TEXT], "outputs": ["label"]}, "got `str` - at `$.outputs[0]`"),
-    "many outputs": ({"inputs": [TEXT], "outputs": [{"name": "a"}] * 300}, "300 outputs; the limit"),
+    "many outputs": ({"inputs": [TEXT], "outputs": [{"name": "a"}] * 600}, "600 outputs; the limit"),
     "an output in two forms": (
         {"inputs": [TEXT], "outputs": [{"name": "a"}, {"name": "a", "parameters": {"classification": 2}}]},
         "outputs: 'a' appears twice in different forms",

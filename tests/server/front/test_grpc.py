@@ -82,7 +82,7 @@ WRONG = {
     "not a inference.ModelInferRequest": b"\xff\xff no message",
     UNKNOWN: b"",
     LARGE: tensor("BYTES", (1,), [bytes(2**20)]),
-    "301 inputs; the limit is 256": GOOD + b"\x2a\0" * 300,
+    "601 inputs; the limit is 512": GOOD + b"\x2a\0" * 600,
     "more than 4096 fields (--max-items)": b"\x2a\0" * 5000,
     "more than 4096 fields": tensor(shape=(1,), contents={"bytes_contents": [b""] * 5000}),
     "30000 numbers up to shape; the limit is 2048": tensor("FP32", [1] * 30_000),

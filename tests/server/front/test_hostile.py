@@ -62,10 +62,10 @@ MESSAGES = {
     "a huge node name": infer({}, node_name="\0" * (15 * MEBIBYTE)),
     "node name among the inputs": infer({"node_name": IDL.Value(bytes=bytes(MEBIBYTE))}),
     "name of an input": infer({LONG: VALUE}),
-    "inputs": infer({str(index): VALUE for index in range(300)}),
+    "inputs": infer({str(index): VALUE for index in range(600)}),
     "an output's name": infer({}, outputs=[LONG]),
     "outputs": infer({"t": tensor([MEBIBYTE], bytes(MEBIBYTE))}, outputs=["t"] * 30_000),
-    "tensors": infer({"data": IDL.Value(tensors=[tensor([0]).tensor] * 300)}),
+    "tensors": infer({"data": IDL.Value(tensors=[tensor([0]).tensor] * 600)}),
     "images": ("infer_many", {"params": [IDL.InferenceParams(uuid="u", data=b"")] * 300}),
 }
 

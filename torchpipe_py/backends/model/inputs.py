@@ -49,8 +49,9 @@ def _names(data: Mapping[Any, Any], inputs: Sequence[TensorSpec]) -> list[str]:
     if not inputs:
         raise InvalidRequest("data is a dict, but the model does not name its inputs; give a list")
     names = [spec.name for spec in inputs]
+    known = set(names)
     for key in data:
-        if key not in names:
+        if key not in known:
             hint = nearest(key, names) if isinstance(key, str) else "names are texts"
             near = "its" if hint.startswith("valid") else f"{hint} Its" if hint.endswith("?") else f"{hint}; its"
             raise InvalidRequest(f"the model has no input {shown(key)}; {near} inputs: {_listed(inputs)}")

@@ -28,7 +28,7 @@ def kept(data: Mapping[str, Any], request: InferRequest, specs: Sequence[TensorS
     """
     if not request.outputs:
         return {RESULT: output_of(data, RESULT)}
-    own = [spec.name for spec in specs]
+    own = {spec.name for spec in specs}
     names = [output.name for output in request.outputs]
     values = {name: data[name] for name in names if name in data and name not in own}
     if len(values) < len(names):

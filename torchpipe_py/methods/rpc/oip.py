@@ -34,7 +34,7 @@ from torchpipe_py.wire.errors import RequestTooLargeError
 from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.json_values import check_range
 from torchpipe_py.wire.parameters import check_values
-from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES
+from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_PARAMETERS, MOST_VALUES
 
 _HEALTH = "grpc.health.v1.Health"
 _WATCH_SECONDS = 0.4  # the oldest state that a watch is answered with: there may be many, and each asks twice a second
@@ -193,9 +193,12 @@ class OipRpcs:
         asked = request.message
         # NOTE: before anything is done for each: a message has room for millions.
         inputs, outputs, parameters = asked.inputs, asked.outputs, asked.parameters
-        for what, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
-            if len(given) > MOST_VALUES:
-                raise InvalidRequest(f"{len(given)} {what}; the limit is {MOST_VALUES}")
+        for what, given, most in (
+            ("inputs", inputs, MOST_VALUES), ("outputs", outputs, MOST_VALUES),
+            ("parameters", parameters, MOST_PARAMETERS),
+        ):  # fmt: skip
+            if len(given) > most:
+                raise InvalidRequest(f"{len(given)} {what}; the limit is {most}")
         options: Options | None = None
         more: dict[str, Any] = {}
         if parameters:
