@@ -114,6 +114,23 @@ def test_yolo_boxes(forward: Any, name: str, dtype: torch.dtype) -> None:
         same(result, expected(corner_rows(output[None]), size))
 
 
+@pytest.mark.parametrize("name", ["YoloBoxes", "Boxes"])
+def test_yolo_boxes_in_rows_are_those_in_channels(forward: Any, name: str, tmp_path: Path) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text("a\nb\nc\n")
+    output = torch.from_numpy(yolo_output(np.random.default_rng(0), 3, INPUT, 1200))
+    (wanted,) = forward(made("YoloBoxes", labels=str(labels)), [output], [letterboxed(SIZES[1], INPUT)])
+    for specs in ([], [TensorSpec("rows", (None, 1200, 7), "float32")]):
+        post = made(name, specs, labels=str(labels))
+        (result,) = forward(post, [output.transpose(1, 2).contiguous()], [letterboxed(SIZES[1], INPUT)])
+        assert len(result) > 3
+        same(result, wanted)
+    with pytest.raises(ConfigError, match=r"takes rows with labels only, .* from YOLOv5's .Yolo5Boxes.: set labels"):
+        made("YoloBoxes", [TensorSpec("rows", (None, 1200, 7), "float32")])
+    with pytest.raises(ConfigError, match=r"reads 4 classes from the outputs, and .*labels.txt has 3 labels"):
+        made("YoloBoxes", [TensorSpec("rows", (None, 1200, 8), "float32")], labels=str(labels))
+
+
 @pytest.mark.parametrize("name", ["Yolo5Boxes", "Boxes"])
 def test_yolo5_boxes(forward: Any, name: str) -> None:
     rng = np.random.default_rng(1)
@@ -261,7 +278,7 @@ def test_layout_is_found_by_the_shapes(shapes: Any, layout: str) -> None:
         ("Boxes", [(None, None, 6)], "can be read in more than one way: name Yolo5Boxes or EndToEndBoxes"),
         ("Boxes", [(1, 1000)], "Boxes takes an output Nx.4.C.xA.*, or takes an output Nx"),
         ("Boxes", [(1, 100, 50), (1, 100, 4)], 'there are no labels: set activation = "softmax" or "sigmoid"'),
-        ("YoloBoxes", [(1, 25200, 85)], "YoloBoxes takes an output Nx.* has y0 1x25200x85; pos.*Yolo5"),
+        ("YoloBoxes", [(1, 25200, 85)], "YoloBoxes takes an output Nx.* has y0 1x25200x85, or takes rows.*Yolo5"),
         ("YoloBoxes", [], ""),
         ("YoloBoxes", [(None, None, None)], ""),
         ("Boxes", [(None, None, None)], ""),

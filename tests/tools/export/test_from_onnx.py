@@ -163,8 +163,8 @@ NAMES = "{0: 'a', 1: 'b', 2: 'c'}"
     ("shape", "metadata", "postprocessor", "said", "unsaid"),
     [
         ((1, 84, 7), {}, "Yolo5Boxes", f"is read as 2 classes; {TURNED} have 3 in this shape", ROTATED),
-        ((1, 84, 7), {"names": NAMES}, None, f"a detector of {TURNED} (the metadata names 3 classes", ROTATED),
-        ((1, 84, 7), {"names": NAMES, "task": "detect"}, None, f"a detector of {TURNED}", ROTATED),
+        ((1, 84, 7), {"names": NAMES}, "YoloBoxes", "of the file's metadata: a to c", "NOTE"),
+        ((1, 84, 7), {"names": NAMES, "task": "detect"}, "YoloBoxes", "of the file's metadata: a to c", "NOTE"),
         ((1, 84, 8), {"names": NAMES}, "Yolo5Boxes", "of the file's metadata: a to c", "NOTE"),
         ((1, 252, 7), {}, "Yolo5Boxes", "a detector", "NOTE"),  # three rows for each place, as YOLOv5 has
         ((1, 8, 84), {}, "YoloBoxes", f"is read as 4 classes; {ROTATED} have 3 in this shape", TURNED),

@@ -140,7 +140,7 @@ _DETECTORS = ("YoloSegments", "YoloBoxes", "Yolo5Boxes", "EndToEndBoxes", "YoloP
 _WORDS = {"YoloSegments": "a detector with masks", "YoloPose": "a pose model"}
 
 
-_TURNED = "boxes of YOLOv8 and later (N×A×(4+C))", 1, "transpose the output in the model, which YoloBoxes then reads"
+_TURNED = "boxes of YOLOv8 and later (N×A×(4+C))", 1, "--postprocessor YoloBoxes --labels FILE reads it so"
 _ROTATED = "rotated boxes", -1, "they need a postprocessor of your own (docs/own-backends.md)"
 _ALSO = {"Yolo5Boxes": _TURNED, "YoloBoxes": _ROTATED}
 """What the outputs of a postprocessor may also be, how many more classes they have then, and what to do."""

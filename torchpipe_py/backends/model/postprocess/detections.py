@@ -31,6 +31,7 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     Size,
     Yolo,
     Yolo5,
+    YoloRows,
     is_rtdetr,
 )
 from torchpipe_py.backends.model.postprocess.nms import NO_BOXES, suppress
@@ -269,9 +270,12 @@ def input_size(data: Any) -> Size:
 
 
 class YoloBoxes(Detector):
-    """YOLOv8, v9, v11: the first output is N×(4+C)×A: centre, width, height, and a score for each class."""
+    """YOLOv8, v9, v11: the first output is N×(4+C)×A: centre, width, height, and a score for each class.
 
-    layouts = (Yolo,)
+    Or it is N×A×(4+C), if there are labels for C classes.
+    """
+
+    layouts = (Yolo, YoloRows)
 
 
 class Yolo5Boxes(Detector):
@@ -312,7 +316,7 @@ class BoxesScoresLabels(Detector):
 class Boxes(Detector):
     """Any of these layouts, found by the shapes of the outputs; refused where more than one fits."""
 
-    layouts = (Yolo, Yolo5, EndToEnd, Detr, DetrRows, Listed)
+    layouts = (Yolo, Yolo5, YoloRows, EndToEnd, Detr, DetrRows, Listed)
     activation, normalised = ACTIVATION, NORMALISED
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
@@ -326,7 +330,9 @@ class Boxes(Detector):
         if rows == OF_PEOPLE and not self.names:
             raise ConfigError("Boxes: an output Nx56xA has 17 keypoints (YoloPose), or 52 classes: name YoloBoxes then")
         is_short = rows is not None and rows <= MOST_ROWS  # YOLOv5 has thousands of rows
-        return (Yolo, EndToEnd) if is_short else (Yolo, Yolo5, EndToEnd)
+        if is_short:
+            return Yolo, EndToEnd
+        return (Yolo, Yolo5, EndToEnd) if rows is None else (Yolo, Yolo5, YoloRows, EndToEnd)
 
 
 OF_PEOPLE = 56
@@ -340,6 +346,7 @@ def rows_of(output: TensorSpec) -> int | None:
 
 _NAMES = {
     Yolo: YoloBoxes.__name__,
+    YoloRows: YoloBoxes.__name__,
     Yolo5: Yolo5Boxes.__name__,
     EndToEnd: EndToEndBoxes.__name__,
     Detr: DetrBoxes.__name__,

@@ -140,6 +140,28 @@ class Yolo(Layout):
         return Candidates(output[4], at)
 
 
+class YoloRows(Yolo):
+    """The same in rows, N×A×(4+C+E), as some converters give it. The labels tell it from YOLOv5's rows."""
+
+    takes = "an output NxAx(4+C), the same in rows, with labels for its C classes"
+
+    def __init__(self, model: Model) -> None:
+        dims = model.outputs[0].dims[-2:] if model.outputs else ()
+        if len(dims) < 2 or dims[1] is None or dims[1] - 4 - model.extra < 1:
+            raise _wrong(type(self), model.outputs)
+        if dims[0] is not None and dims[0] <= dims[1]:
+            raise _wrong(type(self), model.outputs)
+        if not model.names:
+            raise ConfigError("takes rows with labels only, which tell YOLOv8's from YOLOv5's (Yolo5Boxes): set labels")
+        self.classes, self._end = dims[1] - 4 - model.extra, dims[1] - model.extra
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        return super().on_device([output.mT if index == 0 else output for index, output in enumerate(outputs)])
+
+    def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
+        return super().read([arrays[0].T, *arrays[1:]], threshold, size)
+
+
 def _first_equal(planes: np.ndarray, best: np.ndarray) -> np.ndarray:
     """``planes.argmax(0)`` where ``best`` is the maximum, in a third of the time."""
     count = len(planes)

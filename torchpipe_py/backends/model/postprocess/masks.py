@@ -11,7 +11,16 @@ import numpy as np
 from torchpipe_py.backends.image.geometry import MAX_PIXELS
 from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.postprocess.detections import Detector, rows_of
-from torchpipe_py.backends.model.postprocess.layouts import MOST_ROWS, EndToEnd, Layout, Objects, Size, Yolo, Yolo5
+from torchpipe_py.backends.model.postprocess.layouts import (
+    MOST_ROWS,
+    EndToEnd,
+    Layout,
+    Objects,
+    Size,
+    Yolo,
+    Yolo5,
+    YoloRows,
+)
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
 from torchpipe_py.errors import ConfigError, InvalidRequest
@@ -179,7 +188,9 @@ class YoloSegments(Detector):
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
         rows = rows_of(outputs[0])
-        return (Yolo, EndToEnd) if rows is not None and rows <= MOST_ROWS else (Yolo, Yolo5, EndToEnd)
+        if rows is None:
+            return Yolo, Yolo5, EndToEnd
+        return (Yolo, EndToEnd) if rows <= MOST_ROWS else (Yolo, Yolo5, YoloRows, EndToEnd)
 
     def find_layout(self, outputs: Sequence[TensorSpec], extra: int = 0) -> Layout:
         most = max((len(output.dims) for output in outputs), default=0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.postprocess.detections import Detector, rows_of
-from torchpipe_py.backends.model.postprocess.layouts import EndToEnd, Layout, Objects, Size, Yolo
+from torchpipe_py.backends.model.postprocess.layouts import MOST_ROWS, EndToEnd, Layout, Objects, Size, Yolo, YoloRows
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
 from torchpipe_py.errors import ConfigError
@@ -23,9 +23,13 @@ class YoloPose(Detector):
     P comes from ``keypoints``, from the metadata of an ONNX file (``kpt_shape``), or is what one class leaves.
     """
 
-    layouts = (Yolo, EndToEnd)
+    layouts = (Yolo, YoloRows, EndToEnd)
 
     keypoints = Param(to_int, 0, low=0, high=1000, doc="the number of keypoints; default: the model's")
+
+    def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
+        rows = rows_of(outputs[0])
+        return (Yolo, EndToEnd) if rows is None or rows <= MOST_ROWS else (Yolo, YoloRows)
 
     def find_layout(self, outputs: Sequence[TensorSpec], extra: int = 0) -> Layout:
         self.shape = self._shape_of(outputs[0])
@@ -43,7 +47,10 @@ class YoloPose(Detector):
             return self.keypoints, 3
         rows, last = rows_of(output), output.dims[-1] if output.dims else None
         classes = max(1, len(self.names))
-        values = last - 6 if last is not None and (rows is None or rows > last) else (rows or 0) - 4 - classes
+        if last is not None and (rows is None or rows > last):
+            values = last - (6 if rows is None or rows <= MOST_ROWS else 4 + classes)
+        else:
+            values = (rows or 0) - 4 - classes
         if values <= 0 or values % 3:
             raise ConfigError(f"YoloPose: {output} does not tell the number of keypoints: set keypoints")
         return values // 3, 3
