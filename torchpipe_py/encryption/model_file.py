@@ -36,7 +36,11 @@ class ModelFile:
         return self.path.lower().removesuffix(ENDING).endswith(".onnx")
 
     def mismatch(self) -> str:
-        """The problem if a plain model has a key, or an encrypted one has none; else an empty string."""
+        """The problem of the name, or of a key that is missing or not needed; else an empty string."""
+        try:
+            self.path.encode()
+        except UnicodeEncodeError:
+            return f"{self.path} has a name that is not UTF-8, which neither TOML nor ONNX Runtime takes: rename it"
         try:
             with open(self.path, "rb") as file:
                 start = file.read(len(ENCRYPTED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from kit.detectors import constant_model
 from kit.model_kinds import KINDS, LABELS, Graph
 from onnx import TensorProto, helper
 
-from torchpipe_py import parse_toml, pipe
+from torchpipe_py import ConfigError, parse_toml, pipe
 from torchpipe_py.cli import main
+from torchpipe_py.plan.build import plan_pipeline
 
 FLOAT = TensorProto.FLOAT
 READ_AS = {
@@ -185,6 +187,17 @@ def test_names_in_the_metadata_decide_what_boxes_are(
     assert said in printed
     assert unsaid not in printed
     assert main(["check", "m.toml"]) == 0
+
+
+def test_a_name_that_is_not_utf8_is_refused(folder: Path, capfd: Any) -> None:
+    constant_model(folder / "m.onnx", {"output0": np.full((1, 3), 0.5)})
+    name = os.fsdecode(b"m\xff.onnx")
+    (folder / "m.onnx").rename(folder / name)
+    assert main(["export", name, "--out", "m.toml"]) == 1
+    refused = "has a name that is not UTF-8, which neither TOML nor ONNX Runtime takes: rename it"
+    assert refused in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=refused):
+        plan_pipeline({"backend": "OnnxTensor", "model": name})
 
 
 def test_labels_decide_what_boxes_are(folder: Path, capsys: Any) -> None:
