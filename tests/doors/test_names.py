@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import save_model
+from conftest import Register, save_model
 from kit import doors
+from kit.backends import returns
+from kit.cells import check_each
 from kit.doors import House
 from onnx import helper
 
@@ -70,3 +72,18 @@ def test_repeated_names_count_towards_the_limit(house: House, door: str) -> None
     names = ["result"] * (MOST_VALUES + 1)
     answer = doors.DOORS[door](house, doors.Asked("any", {"data": np.array([[1]], "f4")}, names))
     assert (answer.code, answer.message) == ("invalid_request", f"{len(names)} outputs; the limit is {MOST_VALUES}")
+
+
+def test_parts_of_a_list_have_the_same_names_at_every_door(register: Register) -> None:
+    parts = {"result_0": np.array([[1, 2]], "f4"), "result_1": np.array([[3]], "i8")}
+    with doors.house({"m": {"backend": register(returns([*parts.values()]))}, "other": {}}) as house:
+
+        def check(door: str) -> None:
+            asked = doors.Asked("m", {"data": np.array([[0]], "f4")}, list(parts))
+            answer = doors.DOORS[door](house, asked)
+            assert answer.code == "ok", answer.message
+            assert all(doors.same(answer.values[name], part) for name, part in parts.items())
+            answer = doors.DOORS[door](house, asked._replace(outputs=["result_2"]))
+            assert answer.code == "invalid_request"
+
+        check_each([door for door in doors.DOORS if not door.startswith("python")], check)

@@ -15,7 +15,7 @@ from torchpipe_py.results import Detections
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire import detections
 from torchpipe_py.wire.parameters import check_near, give
-from torchpipe_py.wire.values import MOST_VALUES, is_ranking, output_of
+from torchpipe_py.wire.values import MOST_VALUES, are_arrays, is_ranking, output_of
 
 _ALWAYS = (TASK_CONTEXT_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY)
 """Keys that a request to any pipe may have."""
@@ -117,7 +117,8 @@ class Root:
             if isinstance(result, Detections) and key in detections.fields_of([result]):
                 return detections.tensor_of(TASK_RESULT_KEY, [result], key)
         if index is None:
-            return output_of(data, key, self._of_output)
+            part = None if self.outputs or key in data else _part(data.get(TASK_RESULT_KEY), key)
+            return output_of(data, key, self._of_output) if part is None else part
         result = output_of(data, TASK_RESULT_KEY)
         if count == 1:
             return result
@@ -125,6 +126,12 @@ class Root:
             return [pair[index] for pair in result]
         is_each = isinstance(result, (list, tuple)) and len(result) == count
         return result[index] if is_each else output_of(data, key)
+
+
+def _part(result: Any, key: str) -> Any:
+    """The array ``result_N`` of a list of arrays, whose parts backends do not name; ``None`` for another key."""
+    names = [f"{TASK_RESULT_KEY}_{index}" for index in range(len(result))] if are_arrays(result) else []
+    return result[names.index(key)] if key in names else None
 
 
 class Roots:
