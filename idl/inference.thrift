@@ -28,8 +28,8 @@ struct Tensor {
     3: required binary data,
 }
 
-// A value of the request's dict: exactly one field is set. Dicts and lists of plain values (boxes, say) come back as
-// text, in JSON; InferResponse.json names them.
+// A value of the request's dict: exactly one field is set. Dicts and lists of plain values (boxes, say), null and
+// integers beyond 64 bits come back as text, in JSON; InferResponse.json names them.
 union Value {
     1: Tensor tensor,
     2: binary bytes,

@@ -42,8 +42,9 @@ def _to_tensor(where: str, tensor: Any) -> torch.Tensor | np.ndarray:
 def to_values(idl: Any, key: str, value: Any, most: Bound | None = None) -> dict[str, Any]:
     """A pipeline's value under ``key`` as named ``Value``s.
 
-    Dicts, lists and ``Detections``, of ``most`` bytes, become JSON text. So do ``(label, score)`` and lists of such
-    pairs, best first, with ``label`` and ``score`` of the first beside them.
+    ``Detections``, of ``most`` bytes, and whatever else has no field of its own (dicts, lists, ``None``, integers
+    beyond 64 bits) become JSON text. So do ``(label, score)`` and lists of such pairs, best first, with ``label`` and
+    ``score`` of the first beside them. Raises ``NoResult`` for what JSON lacks, too.
     """
     is_pair = wire.is_label_and_score(value)
     if is_pair or wire.is_ranking(value):
@@ -67,13 +68,13 @@ def _field(idl: Any, key: str, value: Any) -> dict[str, Any]:
         return {"bytes": bytes(value)}
     if isinstance(value, str):
         return {"text": value}
-    if isinstance(value, (bool, int, np.integer)):
-        return {"integer": int(value)}
-    if isinstance(value, (float, np.floating)):
+    # NOTE: NumPy counts a timedelta64 as an integer.
+    if isinstance(value, (bool, np.bool_, int, np.integer)) and not isinstance(value, np.timedelta64):
+        if -(2**63) <= (integer := int(value)) < 2**63:
+            return {"integer": integer}
+    elif isinstance(value, (float, np.floating)):
         return {"number": wire.finite(key, value)}
-    if isinstance(value, (dict, list, tuple)):
-        return {"text": _json(key, value)}
-    raise NoResult(f"{key!r} holds a {type(value).__name__}, which the wire format does not support")
+    return {"text": _json(key, value)}
 
 
 def _json(key: str, value: Any, most: Bound | None = None) -> str:
