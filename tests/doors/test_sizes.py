@@ -142,6 +142,26 @@ def test_a_large_body_that_is_wrong_is_refused(server: LocalServer) -> None:
         assert len(answer["error"]) < 400
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_query_means_the_same_to_a_large_body(server: LocalServer, size: int) -> None:
+    """The Open Inference Protocol has no parameters in a query."""
+    tensor = {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x" * size]}
+    status, _ = ask(server.port, json.dumps({"inputs": [tensor]}).encode(), f"{OIP}?deadline_ms=0.001")
+    assert status == 200
+    given = json.dumps({"inputs": {"data": "x" * size}}).encode()
+    status, answer = ask(server.port, given, f"{INFER}?deadline_ms=0.001", **JSON)
+    assert (status, answer["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("given", ["²", "1²", "+1", "-1", "1_0", ""])
+def test_a_size_of_json_that_is_no_number_is_refused(server: LocalServer, given: str, size: int) -> None:
+    fields = {"Inference_Header_Content_Length": given}
+    status, answer = ask(server.port, b"[]".ljust(size), OIP, **fields)
+    assert (status, answer["code"]) == (400, "invalid_request")
+    assert f"Inference-Header-Content-Length {given!r}" in answer["error"]
+
+
 def test_a_drain_answers_what_is_being_read(reading: Any) -> None:
     begun, may_end = reading
     with steered() as server, HttpClient(server.port) as client:

@@ -30,6 +30,7 @@ _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binar
 _FIELDS = "other values go in a form or in JSON"
 _SMALLER = "ask for fewer outputs, or at /v2 for binary ones (binary_data)"
 _OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
+_PATHS = ("/infer", "/try")  # whose query has them; elsewhere its parameters have no meaning, or one of their own
 _MEMBERS = ("inputs", "parameters", *_OPTIONS)
 _EXPECTED = 'expected an object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}'
 MOST_BATCH_INPUTS = 2**12
@@ -129,7 +130,7 @@ def deadline_ms_of(request: HttpRequest) -> float | None:
     """The deadline in the request's query or header, as far as it is known before the body is read."""
     given = request.fields.get("x-deadline-ms")
     with suppress(InvalidRequest):  # which ``read_request`` reports
-        if "deadline_ms" in request.query:
+        if "deadline_ms" in request.query and request.path in _PATHS:
             given = _parameters(request.query)[0].get("deadline_ms", given)
         return milliseconds(given)
     return None

@@ -120,18 +120,25 @@ def read_infer(
 
 def takes_long(request: HttpRequest) -> bool:
     """Whether the JSON of a request for inference takes long to read; its binary data do not."""
+    if request.size <= SMALL_BYTES:
+        return False
     given = request.fields.get(_JSON_SIZE)
-    return request.size > SMALL_BYTES and (
-        given is None or not given.isdigit() or len(given) > 5 or int(given) > SMALL_BYTES
-    )
+    size = request.size if given is None else _number(given)
+    return size is None or size > SMALL_BYTES
+
+
+def _number(given: str) -> int | None:
+    """The number that a header has; ``None`` for any other text."""
+    # NOTE: other digits than those of ASCII, such as a superscript, are no numbers for ``int``.
+    return int(given) if given.isascii() and given.isdigit() and len(given) <= 12 else None
 
 
 def _json_size(given: str, size: int) -> int:
     """The number of bytes of JSON in a body of ``size``, from the header."""
-    is_number = given.isascii() and given.isdigit() and len(given) <= 12
-    if not is_number or int(given) > size:
+    number = _number(given)
+    if number is None or number > size:
         raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
-    return int(given)
+    return number
 
 
 def read_index(body: bytes) -> bool:
