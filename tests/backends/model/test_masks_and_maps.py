@@ -140,6 +140,23 @@ def test_refuses_masks_of_more_pixels_than_an_item_may_have(monkeypatch: pytest.
     assert "pixels together, the most of an item: raise threshold, or lower iou or max_det" in str(error)
 
 
+@pytest.mark.parametrize("form", masks.FORMS)
+def test_refuses_more_whole_masks_of_a_large_image_than_take_seconds(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "MOST_WHOLE_PIXELS", 2 * 64 * 96)
+    item = letterboxed((64, 96), INPUT)
+    small = [([48, 32, 8, 4], 0, 0.9), ([20, 32, 8, 4], 1, 0.8), ([30, 12, 8, 4], 0, 0.7)]
+    (found,) = made("YoloSegments", masks=form).forward(segments(*small[:2]), [item])
+    assert len(found) == 2
+    (found,) = made("YoloSegments", masks=form).forward(segments(*small), [item])
+    if form in ("png", "arrays"):
+        assert isinstance(found, InvalidRequest)
+        assert "3 masks of 96x64 pixels, at most 2 of them" in str(found)
+    else:
+        assert len(found) == 3
+
+
 def test_model_without_a_batch_is_split_as_one_with_it() -> None:
     item = letterboxed((64, 96), INPUT)
     outputs = segments(([48, 32, 40, 20], 0, 0.9), ([20, 32, 20, 20], 1, 0.8))

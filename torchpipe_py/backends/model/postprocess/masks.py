@@ -30,6 +30,8 @@ from torchpipe_py.values import to_str
 MOST_SIDE = 2**16
 MOST_MASK_PIXELS = 2**28
 """Limit of the pixels within the boxes of an item's masks, together: so many take ten seconds."""
+MOST_WHOLE_PIXELS = 2**30
+"""Limit of the pixels of an item's masks in a form that has those outside the boxes, too: PNG takes 8 s for them."""
 
 FINEST = 4
 """The stride of YOLO's prototypes: so many times their size is the input's."""
@@ -176,6 +178,7 @@ FORMS: dict[str, Callable[[Window], Any]] = {
     "png": to_png,
     "arrays": Window.whole,
 }
+_WHOLE = ("png", "arrays")
 
 
 class YoloSegments(Detector):
@@ -219,7 +222,10 @@ class YoloSegments(Detector):
             raise self.origin.not_finite("masks")
         upsampler = Upsampler(prototypes.shape[1:], size, back)
         pairs = zip(objects.extra, boxes.astype(np.float32), strict=True)
-        form, kept, masks, pixels = FORMS[self.masks], [], [], 0
+        form, pixels = FORMS[self.masks], 0
+        kept: list[int] = []
+        masks: list[Any] = []
+        most_whole = MOST_WHOLE_PIXELS // (back.size[0] * back.size[1]) if self.masks in _WHOLE else len(scores)
         for index, (coefficients, box) in enumerate(pairs):
             pixels += math.ceil((box[2] - box[0] + 1) * (box[3] - box[1] + 1))
             if pixels > MOST_MASK_PIXELS:
@@ -227,6 +233,9 @@ class YoloSegments(Detector):
                 raise InvalidRequest(f"{most}: raise threshold, or lower iou or max_det")
             window = upsampler.window(prototypes, coefficients, box)
             if window.pixels.any():
+                if len(kept) == most_whole:
+                    most = f"{len(scores)} masks of {back.size[1]}x{back.size[0]} pixels, at most {most_whole} of them"
+                    raise InvalidRequest(f"{most}: raise threshold, lower iou or max_det, or send a smaller image")
                 kept.append(index)
                 masks.append(form(window))
         return Detections(boxes[kept], scores[kept], objects.classes[kept], self.names, masks=tuple(masks))
