@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from email.utils import formatdate
@@ -18,6 +19,10 @@ UNROUTED = "http"
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _WITHOUT_BODY = frozenset({204, 304})
+_FRAMING = frozenset({"connection", "content-length", "content-type", "transfer-encoding"})
+"""Header fields that an answer has already: a second one would let its reader find another end."""
+_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 def joined_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -147,16 +152,18 @@ class HttpRequest:
     def answer(self, answer: HttpAnswer, more: Mapping[str, str] | None = None) -> bytes:
         """The bytes of the answer, for HEAD without its body. ``more`` are header fields besides its own.
 
-        Raises ``ValueError`` for a header field that would end its line, or is not Latin-1.
+        Raises ``ValueError`` for what is no HTTP: a status that ends no request, or a header field that would end its
+        line, is not Latin-1, or is one of ``_FRAMING``.
         """
         status, kind, body, own = answer[:4]
-        head = b"%b%d\r\nDate: %b\r\n" % (_start_of_head(status, kind), len(body), _date(int(time())))
+        head = _start_of_head(status, kind)
+        if status not in _WITHOUT_BODY:  # these have no Content-Length, either (RFC 9110 8.6)
+            head += b"Content-Length: %d\r\n" % len(body)
+        head += b"Date: %b\r\n" % _date(int(time()))
         for fields in (own, more):
             if fields:
                 for name, value in fields.items():
-                    if "\r" in (field := f"{name}: {value}") or "\n" in field:
-                        raise ValueError(f"a header field of the answer has a line break: {field!r}")
-                    head += f"{field}\r\n".encode("latin-1")
+                    head += _line(name, str(value))
         if self.is_last:
             head += b"Connection: close\r\n"
         if self.method == "HEAD" or status in _WITHOUT_BODY:
@@ -172,10 +179,21 @@ class HttpRequest:
 
 @lru_cache(maxsize=64)
 def _start_of_head(status: int, kind: str) -> bytes:
-    if "\r" in kind or "\n" in kind:
-        raise ValueError(f"the Content-Type of the answer has a line break: {kind!r}")
-    phrase = _PHRASES.get(status, "")
-    return f"HTTP/1.1 {status} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: ".encode("latin-1")
+    if not isinstance(status, int) or not 200 <= status <= 599:
+        raise ValueError(f"the status of the answer is {status!r}; expected a number from 200 to 599")
+    if _CONTROL.search(kind) is not None:
+        raise ValueError(f"the Content-Type of the answer has a control character: {kind!r}")
+    line = f"HTTP/1.1 {int(status)} {_PHRASES.get(status, '')}\r\n"
+    return (line if status in _WITHOUT_BODY else f"{line}Content-Type: {kind}\r\n").encode("latin-1")
+
+
+def _line(name: str, value: str) -> bytes:
+    """A header field of an answer."""
+    if _NAME.fullmatch(name) is None or _CONTROL.search(value) is not None:
+        raise ValueError(f"a header field of the answer is not valid: {f'{name}: {value}'!r}")
+    if name.lower() in _FRAMING:
+        raise ValueError(f"the service itself sends the header field {name!r} of an answer")
+    return f"{name}: {value}\r\n".encode("latin-1")
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, SMALL_CHUNKS, HttpError, HttpReader
 
-from torchpipe_py.wire.http import HttpAnswer
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
 GET = b"GET /stats?a=1 HTTP/1.1\r\nHost: here:80\r\nX-Y: z\r\n\r\n"
 GOT = ("GET", "/stats", "a=1", "here:80", b"")
@@ -120,7 +120,25 @@ def test_answers():
     assert second.answer(answer, {"A": "b"}).endswith(b" GMT\r\nA: b\r\n\r\n")
     assert last.answer(answer).endswith(b" GMT\r\nConnection: close\r\n\r\nno\n")
     for status in (204, 304):
-        assert first.answer(HttpAnswer(status, "text/plain", b"yes")).endswith(b"\r\n\r\n")
-    for kind, headers in (("text/plain\r\nA: b", {}), ("text/plain", {"A": "b\nC: d"}), ("text/plain", {"A\r": "b"})):
-        with pytest.raises(ValueError, match="line break"):
-            first.answer(HttpAnswer(200, kind, b"", headers))
+        lines = first.answer(HttpAnswer(status, "text/plain", b"yes"), {"A": "b"}).split(b"\r\n")
+        assert [line.partition(b":")[0] for line in lines[1:]] == [b"Date", b"A", b"", b""]
+
+
+@pytest.mark.parametrize("status", [-1, 99, 100, 101, 199, 600, 1000, "200", None])
+def test_refuses_an_answer_of_a_status_that_ends_no_request(status):
+    with pytest.raises(ValueError, match="expected a number from 200 to 599"):
+        HttpRequest("GET", "/").answer(HttpAnswer(status, "text/plain", b""))
+
+
+WRONG_FIELDS = {
+    "Content-Length": "3", "transfer-encoding": "chunked", "Connection": "keep-alive", "Content-Type": "a/b", "": "x",
+    "A": "b\nC: d", "A\r": "b", "A b": "c", "A:": "b", "Ä": "b", "B": "a\x00b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_FIELDS)
+def test_refuses_header_fields_that_change_the_end_of_an_answer(name):
+    with pytest.raises(ValueError, match="header field"):
+        HttpRequest("GET", "/").answer(HttpAnswer(200, "text/plain", b"", {name: WRONG_FIELDS[name]}))
+    with pytest.raises(ValueError, match="control character"):
+        HttpRequest("GET", "/").answer(HttpAnswer(200, "text/plain\r\nA: b", b""))
