@@ -102,6 +102,7 @@ def test_takes_texts_of_every_form(texts: str, value: Any) -> None:
     ("value", "said"),
     [
         (b"\xff", "input 'x' takes texts, got bytes that are not UTF-8"),
+        ("a\ud800", "input 'x' takes texts, got one with half of a surrogate pair"),
         (torch.ones(1, 1), "input 'x' takes texts, got torch.float32"),
         (np.array([[1, "a"]], object), "input 'x' takes texts, got 1"),
         (["b", 2.5], "input 'x' takes texts, got 2.5"),

@@ -261,8 +261,11 @@ def to_texts(value: Any, rank: int, name: str) -> np.ndarray:
     texts = np.empty(array.size, object)
     try:
         texts[:] = [element.decode() if isinstance(element, bytes) else element for element in elements]
+        "".join(texts).encode()  # NOTE: libraries raise for half of a surrogate pair, and then for the whole batch
     except UnicodeDecodeError:
         raise InvalidRequest(f"input {name!r} takes texts, got bytes that are not UTF-8") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"input {name!r} takes texts, got one with half of a surrogate pair") from None
     return texts.reshape(array.shape or (1,) * rank)
 
 
