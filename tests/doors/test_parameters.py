@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import http2
-from kit.clients import HttpClient, connect
+from kit.clients import IDL, Client, HttpClient, connect
 from kit.contract import HAS_GRPC, Asked
 from kit.contract import as_rpc as as_rpc_message
 from kit.services import LocalServer
 from kit.waits import WAIT
 
 from torchpipe_py import pipe, register_backend
-from torchpipe_py.wire.parameters import HEADER_BYTES, MOST_HEADERS
+from torchpipe_py.wire.parameters import HEADER_BYTES, MOST_HEADERS, MOST_PARAMETER_DEPTH
 
 CONFIG = {"main": {"backend": "Python[Told]"}}
 FORWARDED = "x-user-*,X-Tenant"
@@ -175,6 +175,31 @@ def test_parameters_may_be_objects_within_a_bound(server: LocalServer, door: Ask
     ):
         with pytest.raises(Refused, match="parameters of more than"):
             door(server, large)
+
+
+def nested(depth: int) -> Any:
+    """Lists in each other, so many levels."""
+    return [nested(depth - 1)] if depth else 1
+
+
+def over_thrift(server: LocalServer, parameters: dict[str, Any]) -> Any:
+    with Client(server.port) as client:
+        try:
+            outputs = client.infer({"data": IDL.Value(text="x")}, parameters=json.dumps(parameters))
+        except IDL.InferenceError as error:
+            raise Refused(error.message) from None
+        return json.loads(outputs["result"].text)["parameters"]
+
+
+@pytest.mark.parametrize("size", [1, 70_000])
+@pytest.mark.parametrize("door", [over_infer, over_oip, over_thrift])
+def test_json_of_parameters_is_read_alike(server: LocalServer, door: Ask, size: int) -> None:
+    more = "a" * size
+    for value in (nested(MOST_PARAMETER_DEPTH - 1), "\ud800", {"\ud800": -0.0}, 2**70, "\0"):
+        assert door(server, {"note": value, "more": more}) == {"note": value, "more": more}
+    for depth in (MOST_PARAMETER_DEPTH + 1, 400):
+        with pytest.raises(Refused, match=r"levels of objects and lists|nested too deeply"):
+            door(server, {"note": nested(depth), "more": more})
 
 
 @every_door

@@ -251,9 +251,11 @@ def read_parameters(given: str | None, text: Bound, headers: ForwardedHeaders) -
     if len(given) > 2 * text.bytes:
         raise RequestTooLargeError(f"parameters of {len(given)} characters; the limit is {2 * text.bytes}")
     try:
-        value = msgspec.json.decode(given)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidRequest(f"parameters: JSON: {error}") from None
+        value = parse_json(given.encode())
+    except RequestTooLargeError:
+        raise
+    except InvalidRequest as error:
+        raise InvalidRequest(f"parameters: {error}") from None
     return headers.add_to(parameters_of(value, text), {})
 
 

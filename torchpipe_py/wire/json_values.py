@@ -21,7 +21,7 @@ from torchpipe_py.wire.answers import fast_encoder, utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES
 from torchpipe_py.wire.json_reader import Numbers, Turns, read_json
-from torchpipe_py.wire.parameters import MOST_PARAMETER_VALUES
+from torchpipe_py.wire.parameters import MOST_PARAMETER_DEPTH, MOST_PARAMETER_VALUES, too_deep
 from torchpipe_py.wire.values import (
     BFLOAT16,
     MOST_DIMENSIONS,
@@ -112,15 +112,17 @@ def _characters(body: bytes, end: int) -> int:
     return sum(len(body[start : min(start + _BODY_PIECE, end)].translate(None, _CONTINUATION)) for start in starts)
 
 
-def with_lists(parameters: Any) -> Any:
+def with_lists(parameters: Any, depth: int = 0) -> Any:
     """The parameters of a large body as those of a small one: their ``Numbers`` are lists, but for too many of them.
 
-    ``InvalidRequest`` for malformed JSON in one.
+    ``InvalidRequest`` for malformed JSON in one, and for more than ``MOST_PARAMETER_DEPTH`` levels.
     """
+    if depth > MOST_PARAMETER_DEPTH:
+        raise too_deep()
     if isinstance(parameters, dict):
-        return {name: with_lists(value) for name, value in parameters.items()}
+        return {name: with_lists(value, depth + 1) for name, value in parameters.items()}
     if isinstance(parameters, list):
-        return [with_lists(value) for value in parameters]
+        return [with_lists(value, depth + 1) for value in parameters]
     if not isinstance(parameters, Numbers) or parameters.most > MOST_PARAMETER_VALUES:
         return parameters
     try:

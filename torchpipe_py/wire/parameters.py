@@ -18,6 +18,8 @@ from torchpipe_py.wire.values import MOST_PARAMETERS, check_names
 NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
 MOST_PARAMETER_VALUES = 2**12
 """Limit of the values in one request's parameters, each member of an object and element of a list counted."""
+MOST_PARAMETER_DEPTH = 64
+"""Limit of the objects and lists in each other in one request's parameters: Python's own is lower in some places."""
 MOST_HEADERS, HEADER_BYTES = 32, 4096
 """Limits of the headers of one request that are forwarded: their number, and the bytes of names and values."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -67,22 +69,29 @@ def check_near(given: Iterable[str], known: Collection[str]) -> None:
                 raise InvalidRequest(f"unknown parameter {name[:40]!r}; did you mean {near!r}?")
 
 
+def too_deep() -> InvalidRequest:
+    """The error of parameters with too many levels."""
+    return InvalidRequest(f"parameters of more than {MOST_PARAMETER_DEPTH} levels of objects and lists")
+
+
 def check_values(given: Mapping[str, Any], text: Bound) -> None:
     """``RequestTooLargeError`` for parameters with more than ``MOST_PARAMETER_VALUES`` values, or more than ``text``.
 
-    ``InvalidRequest`` for NaN and infinity.
+    ``InvalidRequest`` for NaN and infinity, and for more than ``MOST_PARAMETER_DEPTH`` levels.
     """
     values = characters = 0
-    left: list[Any] = [given]
+    left: list[tuple[Any, int]] = [(given, 0)]
     while left:
-        value = left.pop()
+        value, depth = left.pop()
+        if depth > MOST_PARAMETER_DEPTH:
+            raise too_deep()
         if isinstance(value, Mapping):
             values += len(value)
             characters += sum(map(len, value))
-            left += value.values()
+            left += [(each, depth + 1) for each in value.values()]
         elif isinstance(value, list):
             values += len(value)
-            left += value
+            left += [(each, depth + 1) for each in value]
         elif isinstance(value, str):
             characters += len(value)
         elif isinstance(value, float) and not math.isfinite(value):
