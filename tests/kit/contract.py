@@ -396,6 +396,22 @@ class TooBright(NoResult):
     code = "too_bright"
 
 
+class Faulty(TooBright):
+    """Its ``code`` or its ``retry_after_ms`` is of no use, or cannot be read."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__("at fault")
+        vars(self).update(attributes)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value is Ellipsis:
+            raise RuntimeError("no such attribute")
+        return value
+
+
+CODES = {"number": 404, "bytes": b"x", "empty": "", "lines": "a\nb", "umlaut": "größe", "ok": "ok", "raises": ...}
+RETRIES = {"text": "soon", "infinity": float("inf"), "NaN": float("nan"), "years": 2**40, "raises": ...}
 itself: list[Any] = [1]
 itself.append(itself)
 VALUES: dict[str, Any] = {
@@ -409,6 +425,8 @@ VALUES: dict[str, Any] = {
     "first": [("a", float("inf")), ("b", 0.5)],
     "itself": itself, "array": np.array([object()], object), "float8": torch.zeros(2).to(torch.float8_e5m2),
     "huge": 2**200,
+    **{f"code {name}": Faulty(code=value) for name, value in CODES.items()},
+    **{f"retry {name}": Faulty(retry_after_ms=value) for name, value in RETRIES.items()},
 }  # fmt: skip
 
 
@@ -454,6 +472,8 @@ ROWS = {
     "an exception of the user's": Row(Asked(b"error own"), "internal", "too dark"),
     "a reason of the user's": Row(Asked(b"error reason"), "no_result", "too dark", ways=NAMED),
     "a reason with a code of its own": Row(Asked(b"error coded"), "too_bright", "too bright", ways=NAMED),
+    **{f"a code: {name}": Row(Asked(f"error code {name}".encode()), "internal", ways=SERVED) for name in CODES},
+    **{f"a retry: {name}": Row(Asked(f"error retry {name}".encode()), "too_bright", ways=SERVED) for name in RETRIES},
     "a request that a backend refuses": Row(Asked(b"error asked"), "invalid_request", "ask for less"),
     "an error that leaves": Row(Asked(b"error leaving"), "internal", "whose message cannot be read"),
     "an error that stops": Row(Asked(b"error stop"), "internal", "StopIteration"),

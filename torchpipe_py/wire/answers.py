@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import ModelUnavailable
-from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, report
+from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, report, retry_after_ms_of
 
 encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 """JSON of values that it has; ``ValueError`` for NaN and infinity, ``TypeError`` for other types."""
@@ -69,7 +69,7 @@ def failure(error: BaseException) -> Failure:
     status = STATUSES.get(code, 400)
     if code == "internal":
         text = f"{type(error).__name__}: {text}"
-    failed = failure_of(status, code, text, getattr(error, "retry_after_ms", None))
+    failed = failure_of(status, code, text, retry_after_ms_of(error))
     if isinstance(error, ModelUnavailable):  # until someone loads it
         return Failure(status, {"error": text, "code": code}, {})
     if isinstance(error, UnsupportedEncodingError):

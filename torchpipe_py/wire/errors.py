@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError, log_failure, message_of, nearest
@@ -17,6 +19,8 @@ _FOLDERS = re.compile(
 )
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _DEFECTS = frozenset({"backend_error", "internal"})
+_CODE = re.compile(r"[ -~]{1,64}")  # what metadata of gRPC may hold, and a counter's label should
+_MOST_RETRY_MS = 2**31 - 1  # Thrift's field has 32 bits
 
 
 class Bound(NamedTuple):
@@ -66,17 +70,34 @@ class ReplyTooLargeError(NoResult):
 
 
 def code_of(error: BaseException) -> str:
-    """The error's code, for programs. NOTE: a code of another library's exception means something else."""
+    """The error's code, for programs; ``internal`` if it has none, or one that not every protocol can send.
+
+    NOTE: a code of another library's exception means something else. Whatever a backend's own exception has, this and
+    ``retry_after_ms_of`` never raise: there would be no answer.
+    """
     if isinstance(error, CancelledError):
         return "cancelled"
-    return error.code if isinstance(error, TorchpipeError) else "internal"
+    with suppress(Exception):
+        code = error.code if isinstance(error, TorchpipeError) else ""
+        if isinstance(code, str) and _CODE.fullmatch(code) is not None and code != "ok":
+            return code
+    return "internal"
+
+
+def retry_after_ms_of(error: BaseException) -> int | None:
+    """Whole milliseconds after which the request may be repeated; ``None`` if the error has no such number."""
+    with suppress(Exception):
+        given = getattr(error, "retry_after_ms", None)
+        if isinstance(given, (int, float)) and not isinstance(given, bool):
+            return min(max(0, math.ceil(given)), _MOST_RETRY_MS)
+    return None
 
 
 def restated(error: TorchpipeError, text: str) -> TorchpipeError:
     """The error with another text: the same for programs."""
     made = TorchpipeError(text)
-    made.code, made.__cause__ = error.code, error
-    made.retry_after_ms = getattr(error, "retry_after_ms", None)
+    made.code, made.__cause__ = code_of(error), error
+    made.retry_after_ms = retry_after_ms_of(error)
     return made
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
-from torchpipe_py import DeadlineExceeded, Overloaded
+from torchpipe_py import DeadlineExceeded, Overloaded, TorchpipeError
 from torchpipe_py.serving import (
     OK,
     SMALL_BYTES,
@@ -25,6 +25,8 @@ from torchpipe_py.serving import (
     call_from_any_thread,
     compression,
     counted,
+    describe,
+    log_failure,
 )
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
@@ -360,9 +362,16 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse_call(call, error)
 
     def _encode(self, call: Call, result: Any) -> None:
-        assert self.service is not None
+        service = self.service
+        assert service is not None
         error = result if isinstance(result, BaseException) else None
-        self.owner.answer(call, *self.service.reply(call.message, result), error)
+        try:
+            answer = service.reply(call.message, result)
+        except BaseException as failure:  # without an answer the client would wait for ever
+            log_failure("an answer cannot be encoded", failure)
+            error = TorchpipeError(f"the answer cannot be encoded: {describe(failure)}")
+            answer = service.reply(call.message, error)
+        self.owner.answer(call, *answer, error)
 
     def answered(self, call: Call, data: bytes, now: float) -> None:
         """Write the reply of the request in work."""

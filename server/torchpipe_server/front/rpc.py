@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from torchpipe_py import InvalidRequest, Overloaded
+from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError
 from torchpipe_py.serving import (
     SMALL_BYTES,
     Bound,
@@ -24,7 +24,9 @@ from torchpipe_py.serving import (
     WireAnswer,
     compression,
     counted,
+    describe,
     joined_fields,
+    log_failure,
     parse_message,
 )
 from torchpipe_server.front.counters import RequestCounters
@@ -51,7 +53,12 @@ class Recipient:
 
     def reply(self, call: Call, result: Any) -> None:
         """Encode the answer and pass it to the loop; for any thread."""
-        answer = WireAnswer.of(self._method, result, self._server.reply)
+        try:
+            answer = WireAnswer.of(self._method, result, self._server.reply)
+        except BaseException as failure:  # without an answer the client would wait for ever
+            log_failure("an answer cannot be encoded", failure)
+            error = TorchpipeError(f"the answer cannot be encoded: {describe(failure)}")
+            answer = WireAnswer.of(self._method, error, self._server.reply)
         if self.compresses and compression.SMALLEST_BYTES <= len(answer.data) <= MOST_COMPRESSED_BYTES:
             answer = answer._replace(is_compressed=compression.shrinks(answer.data))
         self._server.answer(self, call, answer)

@@ -19,6 +19,7 @@ from torchpipe_py.serving import (
     compression,
     counted,
     deadline_ms_of,
+    errors,
     limited_ms,
 )
 from torchpipe_server.front.connection import CLOSED, Connection
@@ -127,7 +128,7 @@ class Server:
         seconds = now - call.began  # without the wait of a refusal
         self.counters.add(method, outcome, seconds, call.request_id, call.message.model)
         # NOTE: results beside a refusal, as of infer_many, are not an error and do not wait.
-        if isinstance(error, TorchpipeError) and error.code == Overloaded.code:  # also one that was restated
+        if isinstance(error, TorchpipeError) and errors.code_of(error) == Overloaded.code:  # also one that was restated
             deadline = getattr(error, "deadline", None) if call.ticket is None else call.ticket.deadline
             wait = self.pacing.delay(connection, now, deadline)
         if wait > 0.0:

@@ -23,6 +23,7 @@ from torchpipe_py.serving import (
     check_name,
     check_names,
     counted,
+    errors,
     output_of,
     priority_in,
     priority_of,
@@ -191,7 +192,7 @@ class InferenceHandler:
 
     def _to_error(self, error: BaseException) -> Any:
         code, text = report(error)
-        return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
+        return self._idl.InferenceError(code=code, message=text, retry_after_ms=errors.retry_after_ms_of(error))
 
 
 def _keys(outputs: list[str] | None) -> list[str]:

@@ -6,10 +6,13 @@ import re
 import socket
 import sys
 
-from kit.clients import IDL, Client, narrow, pack_infer
+import pytest
+from kit.clients import IDL, Client, ask, infer_rpc, narrow, pack_infer
+from kit.contract import HAS_GRPC, Asked, as_rpc
 from kit.services import steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
+from torchpipe_server.front import services
 
 from torchpipe_py.wire.errors import describe_error
 
@@ -64,3 +67,39 @@ def test_error_text_is_short_and_names_no_folder():
     assert describe_error(ValueError("a/b and 3/4 km/h")) == "a/b and 3/4 km/h"
     for letter in "/é":
         assert len(describe_error(ValueError(letter * 5_000_000))) < 1100
+
+
+def raises_once(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> None:
+    """The function of the module raises when it is called for the first time."""
+    given, is_first = getattr(module, name), [True]
+
+    def function(*args: object) -> object:
+        if is_first and is_first.pop():
+            raise RuntimeError("on request")
+        return given(*args)
+
+    monkeypatch.setattr(module, name, function)
+
+
+def test_answer_that_cannot_be_encoded_is_an_error(monkeypatch, caplog):
+    with steered() as server:
+        raises_once(monkeypatch, services, "error_answer")
+        status, answer = ask(server.port, b"none")
+        assert (status, answer["code"]) == (500, "internal")
+        assert "the answer cannot be encoded: RuntimeError: on request" in answer["error"]
+        assert "an answer cannot be encoded" in caplog.text
+        assert ask(server.port, b"none")[1]["code"] == "no_result"
+
+
+@pytest.mark.skipif(not HAS_GRPC, reason="no grpc")
+def test_answer_over_grpc_that_cannot_be_encoded_is_an_error(monkeypatch):
+    import grpc
+
+    from torchpipe_py.methods.rpc import wire
+
+    with steered(grpc_port=0) as server:
+        raises_once(monkeypatch, wire, "_refusal")
+        for code in ("internal", "no_result"):
+            with pytest.raises(grpc.RpcError) as caught:
+                infer_rpc(server.grpc_port, as_rpc(Asked(b"none")), WAIT)
+            assert dict(caught.value.trailing_metadata())["error-code"] == code

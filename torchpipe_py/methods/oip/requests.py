@@ -12,7 +12,7 @@ from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, To
 from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
 from torchpipe_py.methods.roots import Root
 from torchpipe_py.wire import parameters
-from torchpipe_py.wire.errors import Bound, describe_error, restated
+from torchpipe_py.wire.errors import Bound, code_of, describe_error, restated
 from torchpipe_py.wire.infer import milliseconds
 from torchpipe_py.wire.json_values import from_json
 from torchpipe_py.wire.parameters import ForwardedHeaders
@@ -162,7 +162,7 @@ def explained(error: BaseException, timeout: int) -> BaseException:
     """The error, which names the unit of ``timeout`` if that was exceeded and is shorter than a millisecond."""
     if not isinstance(error, TorchpipeError) or not 0 < timeout < 1000:
         return error
-    if error.code not in (DeadlineExceeded.code, Overloaded.code):
+    if code_of(error) not in (DeadlineExceeded.code, Overloaded.code):
         return error
     return restated(error, f"{describe_error(error)}; timeout is in microseconds: {timeout} is {timeout / 1000:g} ms")
 

@@ -10,6 +10,7 @@ from typing import Any
 from torchpipe_py.errors import TorchpipeError, message_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.record.pictures import MOST_PICTURES, Picture, small_copy
+from torchpipe_py.wire.errors import code_of
 
 MOST_ELEMENTS = 256
 """Maximum number of runs of other graphs recorded for one request; a list may be longer."""
@@ -126,7 +127,7 @@ class Timeline:
 
 def outcome_of(error: BaseException) -> Outcome:
     """The code and message of an exception."""
-    code = error.code if isinstance(error, TorchpipeError) else type(error).__name__
+    code = code_of(error) if isinstance(error, TorchpipeError) else type(error).__name__
     return code, message_of(error, _MESSAGE_CHARACTERS)
 
 
