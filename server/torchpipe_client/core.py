@@ -17,6 +17,7 @@ from torchpipe_client.values import Result, from_response, to_bytes, to_value
 T = TypeVar("T")
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
+_LONGEST_S = 1e8  # a wait without end, for sockets and clocks, which take no infinity
 _NOT_BEGUN = (errors.NotConnected, errors.Overloaded, errors.Unavailable)
 _PERHAPS_BEGUN = (errors.ConnectionLost, errors.WorkerDied)
 
@@ -92,6 +93,7 @@ class Attempts:
             raise ValueError(f"timeout must be greater than 0, not {timeout!r}")
         if deadline_ms is not None and deadline_ms <= 0:
             raise ValueError(f"deadline_ms must be greater than 0, not {deadline_ms!r}")
+        self.timeout = min(self.timeout, _LONGEST_S)
         now = time.monotonic()
         self._give_up_at = now + self.timeout
         self._deadline = now + min(self.timeout, self.timeout if deadline_ms is None else deadline_ms / 1000)

@@ -138,6 +138,13 @@ def test_the_service_is_told_how_much_time_is_left(make, monkeypatch):
         assert 0 < told[4] <= 20_000
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, 1e12])
+def test_a_call_may_take_forever(make, seconds):
+    with ScriptedServer() as server, make(server.address, timeout=seconds, connect_timeout=seconds) as client:
+        assert label(client, "b") == "b"
+        assert client.infer({"data": b"a"}, timeout=seconds) == client.infer({"data": b"a"}, deadline_ms=10**15)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
