@@ -73,6 +73,14 @@ def test_mask_without_a_form_in_json_is_refused(mask: Any) -> None:
         detections.tensors_of("result", [found(1, masks=(mask,))])
 
 
+@pytest.mark.parametrize("shape", [(), (0, 2), (3,), (2, 2, 5), (1, 1, 2, 2)])
+def test_mask_that_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
+    found = Detections(np.zeros((1, 4)), [0.5], [0], masks=[np.zeros(shape, bool)])
+    for form in (detections.to_text, lambda key, value: detections.tensor_of(key, [value], "masks")):
+        with pytest.raises(NoResult, match="which PNG cannot represent"):
+            form("result", found)
+
+
 def test_least_size_is_no_more_than_the_size() -> None:
     png = cv2.imencode(".png", np.eye(4, dtype=np.uint8))[1].tobytes()
     zeros: dict[str, Any] = {"boxes": np.zeros((9, 4)), "scores": np.zeros(9), "classes": np.zeros(9)}

@@ -91,11 +91,16 @@ def shortest(array: np.ndarray) -> np.ndarray:
 
 
 def png_of(mask: Any) -> bytes | None:
-    """A mask that is a file of PNG, or an array, as one of black and white; ``None`` for any other kind."""
+    """A mask that is a file of PNG, or an array, as one of black and white; ``None`` for any other kind.
+
+    ``NoResult`` for an array that is no image, such as one without pixels.
+    """
     if isinstance(mask, (bytes, bytearray)):
         return bytes(mask)
     if not isinstance(mask, np.ndarray):
         return None
+    if not mask.size or mask.ndim < 2 or mask.shape[2:] not in ((), (1,), (3,)):
+        raise NoResult(f"a mask is an array of shape {mask.shape}, which PNG cannot represent")
     import cv2
 
     file: bytes = cv2.imencode(".png", np.where(mask, np.uint8(255), np.uint8(0)))[1].tobytes()
