@@ -321,6 +321,18 @@ def test_requests_pass_a_busy_worker_process(start: Start, tmp_path: Path) -> No
         assert all(node["instance_compute_ms"])
 
 
+def test_next_request_of_a_key_waits_for_one_whose_client_left(start: Start, tmp_path: Path) -> None:
+    with start(2, ordered_by="camera") as p:
+        first = Held(p, tmp_path, camera="door").wait_begun()
+        second = Held(p, tmp_path, camera="door")
+        assert first.future.cancel()
+        assert outcome(p.submit({"data": "x", "camera": "yard"}))["result"][0] != first.pid
+        assert not second.pid
+        first.open()
+        second.wait_begun().open()
+        outcome(second.future)
+
+
 def test_close_finishes_running_requests_and_fails_waiting_ones(start: Start, tmp_path: Path) -> None:
     p = start()
     held = Held(p, tmp_path).wait_begun()

@@ -18,7 +18,7 @@ from torchpipe_py.backends.image.mat import encoded_bytes
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, ConfigError, WorkerDied, log_failure
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY, TASK_STATE_KEY
 from torchpipe_py.metrics import Metrics, current
 from torchpipe_py.proc import raw
 from torchpipe_py.proc.codec import loaded_torch, pack_sent, take_outcome
@@ -112,7 +112,8 @@ class Process(HandOverBackend):
         call = Call(packed, 1, finish, request.deadline, is_large, request.priority)
         links = request.linked()
         links.has_begun[request.node] = partial(self._pool.has_begun, call)
-        links.on_completed.append(partial(self._pool.abandon, call))
+        # NOTE: of one key at a node with ``ordered_by``, the next request enters when this call ends.
+        links.on_completed.append(partial(self._pool.abandon, call, unless_begun=TASK_STATE_KEY in item))
         self._pool.ask(call)
 
     def keep(self) -> None:

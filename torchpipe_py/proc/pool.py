@@ -116,10 +116,16 @@ class Pool:
             call.end(PipeClosed(CLOSED))
         self._write(assigned)
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: Call, unless_begun: bool = False) -> None:
         """Abandon a call: it ends here at once, with ``CancelledError``. Its slot becomes free when it has ended in the
-        other process, too.
+        other process, too. With ``unless_begun`` one that the other process has is left to it.
         """
+        if unless_begun:
+            with self._lock:
+                queue = self._queue_of(call)
+                if call not in queue:
+                    return
+                queue.remove(call)
         call.end(CancelledError())  # NOTE: before the lock is taken: it runs code of others
         with self._lock:
             place = call.place
