@@ -6,12 +6,14 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, PipeClosed, shown
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.request import Request
+from torchpipe_py.wire.values import is_array
 
 MOST_KEYS = 4096
 """Maximum number of keys with a state at a node."""
@@ -40,7 +42,8 @@ class KeyState:
 class Order:
     """Lets one request of each key at a time into node ``name``, in order of arrival; ``put`` is thread-safe.
 
-    The key is the value of ``ordered_by`` in the request's dict: a string or an integer. While the request is at the
+    The key is the value of ``ordered_by`` in the request's dict: a string or an integer, or one as the Open Inference
+    Protocol has it, bytes or an array of one element. While the request is at the
     node, its dict has a shallow copy of the key's state under ``state``, at first ``{}``; the value there when the
     backend finishes becomes the key's new state; if the backend raises, the state is unchanged. The state is dropped
     if no request of the key comes for ``seconds`` of ``clock``. Raises ``Overloaded`` above ``most`` keys.
@@ -182,7 +185,7 @@ class Order:
         return key_state or KeyState(key)
 
     def _key_of(self, request: Request) -> str | int:
-        key = request.data.get(self._by)
+        key = _plain(request.data.get(self._by))
         if (type(key) is str and len(key) <= MOST_CHARACTERS) or (type(key) is int and key.bit_length() < 64):
             return key
         given = f"got {shown(key)}" if self._by in request.data else "the request has none"
@@ -190,3 +193,13 @@ class Order:
             f"node {self._name!r} is ordered by {self._by!r}: expected a text of at most {MOST_CHARACTERS} characters "
             f"or an integer, {given}"
         )
+
+
+def _plain(key: Any) -> Any:
+    """The only element of an array, and bytes as the text that they encode; other values as they are."""
+    if is_array(key) and math.prod(key.shape) == 1:
+        key = key.item()
+    if isinstance(key, bytes):
+        with suppress(UnicodeDecodeError):
+            return key.decode()
+    return key
