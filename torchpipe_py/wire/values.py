@@ -7,6 +7,7 @@ import string
 import struct
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -114,6 +115,19 @@ def _split_type(name: str) -> tuple[str, str]:
     """The letters of a type's name, in lower case, and its digits."""
     kind = name.rstrip(string.digits)
     return kind.lower(), name[len(kind) :]
+
+
+def single(value: Any) -> Any:
+    """The only element of an array, and bytes as the text that they encode; other values as they are.
+
+    The Open Inference Protocol brings a text or a number for a key of the dict in these forms.
+    """
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1:
+        value = value.item()
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+    return value
 
 
 # -- what goes out --------------------------------------------------------------------------------------------------

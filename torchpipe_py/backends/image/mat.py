@@ -20,6 +20,7 @@ from torchpipe_py.backends.signature import MAT
 from torchpipe_py.errors import ConfigError, InvalidRequest, shown
 from torchpipe_py.keys import TASK_BOX_KEY, TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_ints, to_str
+from torchpipe_py.wire.values import single
 
 COLORS = ("bgr", "rgb")
 """Channel orders."""
@@ -44,6 +45,8 @@ def color_of(item: Data, channels: int, default: str) -> str:
     if channels == 1:
         return "gray"
     color: str = item.get(TASK_COLOR_KEY, default)
+    if not isinstance(color, str):
+        color = single(color)
     if not (isinstance(color, str) and color in COLORS):
         raise InvalidRequest(f"color {shown(color)} of an image of {channels} channels; expected bgr or rgb")
     return color

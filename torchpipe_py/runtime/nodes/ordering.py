@@ -6,14 +6,13 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, PipeClosed, shown
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.request import Request
-from torchpipe_py.wire.values import is_array
+from torchpipe_py.wire.values import single
 
 MOST_KEYS = 4096
 """Maximum number of keys with a state at a node."""
@@ -185,7 +184,7 @@ class Order:
         return key_state or KeyState(key)
 
     def _key_of(self, request: Request) -> str | int:
-        key = _plain(request.data.get(self._by))
+        key = single(request.data.get(self._by))
         if (type(key) is str and len(key) <= MOST_CHARACTERS) or (type(key) is int and key.bit_length() < 64):
             return key
         given = f"got {shown(key)}" if self._by in request.data else "the request has none"
@@ -193,13 +192,3 @@ class Order:
             f"node {self._name!r} is ordered by {self._by!r}: expected a text of at most {MOST_CHARACTERS} characters "
             f"or an integer, {given}"
         )
-
-
-def _plain(key: Any) -> Any:
-    """The only element of an array, and bytes as the text that they encode; other values as they are."""
-    if is_array(key) and math.prod(key.shape) == 1:
-        key = key.item()
-    if isinstance(key, bytes):
-        with suppress(UnicodeDecodeError):
-            return key.decode()
-    return key

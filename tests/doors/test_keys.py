@@ -1,4 +1,4 @@
-"""``ordered_by``: a key means the same, whichever door it comes through."""
+"""Keys of the dict beside ``data``: a text or a number means the same, whichever door it comes through."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit import doors
 from kit.clients import IDL, Client, ask, infer_rpc
 from kit.contract import HAS_GRPC
 from kit.doors import datatype_of, to_raw, to_texts
@@ -97,3 +98,18 @@ def test_key_is_the_same_at_every_door(server: LocalServer, key: Key) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_other_key_is_refused(server: LocalServer, way: Callable[[LocalServer, Key], Any]) -> None:
     assert way(server, "x" * 257)["code"] == "invalid_request"
+
+
+RGB = np.arange(12, dtype=np.uint8).reshape(1, 3, 2, 2)
+
+
+def test_color_is_read_at_every_door() -> None:
+    with doors.house({"turned": {"backend": "cvtColorTensor", "color": "rgb"}}) as house:
+        for color, expected in (("bgr", RGB[:, ::-1]), ("rgb", RGB)):
+            asked = doors.Asked("turned", {"data": RGB, "color": to_texts([color], (1,))}, ["result"])
+            for name in [name for name in doors.DOORS if name != "python"]:
+                answer = doors.DOORS[name](house, asked)
+                assert answer.code == "ok", (name, answer.message)
+                assert np.array_equal(answer.values["result"], expected), name
+        other = asked._replace(inputs={"data": RGB, "color": to_texts(["x"], (1,))})
+        assert doors.DOORS["oip"](house, other).code == "invalid_request"
