@@ -225,3 +225,10 @@ def test_openapi_names_every_path_and_method(demo: LocalServer):
         for asked, is_allowed in ((method.upper(), True), (other, False)):
             answer = fetch(demo.port, path.format(model="test", version="1"), asked, b"{}" if is_allowed else b"")
             assert (answer.status != 405) == is_allowed, (asked, path)
+        if path.endswith("/infer"):
+            parameters = [
+                document["components"]["parameters"][each["$ref"].rpartition("/")[2]] if "$ref" in each else each
+                for each in operations["post"]["parameters"]
+            ]
+            names = {each["name"] for each in parameters if each["in"] != "path"}
+            assert {"X-Deadline-Ms", "X-Priority", "X-Request-Id", "X-Timing", "timing", "traceparent"} <= names, path
