@@ -345,7 +345,10 @@ class Connection(asyncio.BufferedProtocol):
     def reply(self, call: Call, result: Any) -> None:
         """Encode the answer and pass it to the loop; for any thread."""
         assert self.service is not None
-        if self.service.takes_long(call.message, result):
+        is_long = False
+        with suppress(Exception):  # of a handler's answer with a body that is none: `_encode` meets it again
+            is_long = self.service.takes_long(call.message, result)
+        if is_long:
             call_from_any_thread(self.owner.loop, self._reply_aside, call, result)
         else:
             self._encode(call, result)
@@ -354,11 +357,11 @@ class Connection(asyncio.BufferedProtocol):
         """Have another thread encode an answer that takes long, if there is room for it until then."""
         if self.call is not call:  # the connection was closed meanwhile
             return
-        size = result.held_bytes
         try:
+            size = result.held_bytes
             self._hold(call.size + size)
             call.write_aside(self.owner.writer, size, partial(self._encode, call, result))
-        except (Overloaded, DeadlineExceeded) as error:
+        except Exception as error:  # `Overloaded`, `DeadlineExceeded`, or a size that is no number
             self._refuse_call(call, error)
 
     def _encode(self, call: Call, result: Any) -> None:

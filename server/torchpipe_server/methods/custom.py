@@ -181,7 +181,7 @@ def _call(
     def finish(value: Any, error: BaseException | None) -> None:
         try:
             result = answer(value) if error is None else error
-        except Exception as wrong:
+        except BaseException as wrong:  # also ``SystemExit`` of a value's own methods
             result = wrong
         done(result)
 

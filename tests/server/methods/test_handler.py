@@ -243,6 +243,46 @@ def test_serves_routes_of_a_custom_handler() -> None:
                 assert (status, answer["code"]) == (500, "internal")
 
 
+class Leaving:
+    """A value whose own methods raise ``SystemExit``."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise SystemExit(3)
+
+
+WRONG_ANSWERS: dict[str, Any] = {
+    "leaves": [Leaving()],
+    "body": HttpAnswer(200, "text/plain", None),  # type: ignore[arg-type]
+    "text": HttpAnswer(200, "text/plain", "x" * 100_000),  # type: ignore[arg-type]
+    "kind": HttpAnswer(200, None, b"x" * 100_000),  # type: ignore[arg-type]
+    "headers": HttpAnswer(200, "text/plain", b"x" * 100_000, 5),  # type: ignore[arg-type]
+    "size": HttpAnswer(200, "text/plain", b"", make=lambda: b"", size=None),  # type: ignore[arg-type]
+    "make": HttpAnswer(200, "text/plain", b"", make=lambda: 1 / 0),  # type: ignore[arg-type, return-value]
+}
+
+
+class WrongAnswers(Handler):
+    routes: ClassVar[dict[str, str]] = {"GET /now/{name}": "show", "GET /later/{name}": "show_later"}
+
+    def show(self, request: Any) -> Any:
+        return WRONG_ANSWERS[request.parameters["name"]]
+
+    async def show_later(self, request: Any) -> Any:
+        return self.show(request)
+
+
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
+def test_answer_of_wrong_types_is_an_internal_error(name: str) -> None:
+    with pipe({"backend": "Identity"}) as run:
+        handler = CustomHandler(WrongAnswers, run)
+        with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
+            for path in ("now", "later"):
+                for coding in ("identity", "gzip"):
+                    status, answer = ask(server.port, b"", f"/{path}/{name}", "GET", Accept_Encoding=coding)
+                    assert (status, answer["code"]) == (500, "internal"), (path, coding)
+
+
 BESIDE = """
 from torchpipe_server import Handler, HttpAnswer
 
