@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -43,10 +44,9 @@ def timed(
                 seconds = perf_counter() - began
                 times = node_times(visit for each in timelines for visit in each.all_visits())
                 if is_asked and hasattr(result, "headers"):
-                    headers = {**result.headers, HEADER: header_of(times, seconds)}
-                    done(result._replace(headers=headers))
-                else:
-                    done(result)
+                    with suppress(TypeError):  # headers of a handler's answer that are none: it is refused later
+                        result = result._replace(headers={**result.headers, HEADER: header_of(times, seconds)})
+                done(result)
                 if slow_s is not None and seconds > slow_s:
                     outcome = code_of(result) if isinstance(result, BaseException) else method.outcome(result)
                     log(name, outcome, seconds, method.request_id(args), times)
