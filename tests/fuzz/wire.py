@@ -65,6 +65,7 @@ class EchoPipe(FakePipe):
 
     models = (SimpleNamespace(root="node", name="node", version="1", node_name="node"),)
     is_refusing = True  # so that requests are judged before their inputs are read, too
+    hint_if_unknown = ""
 
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "admitted": 0, "nodes": {"node": _NODE}}

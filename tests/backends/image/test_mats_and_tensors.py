@@ -64,7 +64,7 @@ def test_rejects_channels_without_a_color(kind: str, taken: str, channels: int) 
     ("color", "shown"),
     [
         *(("gray", "'gray'"), ("RGB", "'RGB'"), (None, "None"), (np.array(["rgb", "bgr"]), "a ndarray")),
-        *((bytes(10**7), "a bytes"), (10**5000, "a int"), ("r" * 10**7, "'rrrr")),
+        *((b"\xff" * 10**7, "a bytes"), (10**5000, "a int"), ("r" * 10**7, "'rrrr")),
     ],
     ids=["gray", "RGB", "None", "array", "bytes", "number", "text"],
 )
