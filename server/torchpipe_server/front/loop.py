@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any, TypeVar
 
-from torchpipe_py.serving import call_from_any_thread
+from torchpipe_py.serving import call_from_any_thread, describe
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -90,7 +90,7 @@ class Inbox:
         take_each(items, self._take, lambda item: logger.exception("internal error while a queued item was handled"))
 
 
-def call_aside(loop: Loop, name: str, work: Callable[[], Item], done: Callable[[Item | Exception], object]) -> None:
+def call_on_thread(loop: Loop, name: str, work: Callable[[], Item], done: Callable[[Item | Exception], object]) -> None:
     """Call ``work`` on a thread of this name, then ``done`` on the loop with what it returned or raised.
 
     For what may wait, such as reading files: their storage may not answer for long.
@@ -102,6 +102,8 @@ def call_aside(loop: Loop, name: str, work: Callable[[], Item], done: Callable[[
             outcome = work()
         except Exception as error:
             outcome = error
+        except BaseException as error:  # SystemExit, say, which the loop must not take for its own
+            outcome = RuntimeError(describe(error))
         call_from_any_thread(loop, done, outcome)
 
     try:

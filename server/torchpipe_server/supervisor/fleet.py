@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchpipe_py import ConfigError, Overloaded, TorchpipeError
 from torchpipe_py.serving import UNLOADED, Folder, describe, describe_ending, name_of
-from torchpipe_server.front.loop import Loop, call_aside, every
+from torchpipe_server.front.loop import Loop, call_on_thread, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import messages
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
@@ -438,7 +438,7 @@ class Fleet:
                 self._reading = None
                 self._apply(change, outcome)
 
-        call_aside(self._loop, "torchpipe-reload", read, apply)
+        call_on_thread(self._loop, "torchpipe-reload", read, apply)
         if seconds := self._options.start_seconds:
             late = ConfigError(f"its files are not read after {seconds:g} s (--start-seconds)")
             self._loop.call_later(seconds, apply, late)

@@ -23,7 +23,7 @@ from torchpipe_py.serving import (
     nearest,
     version_of,
 )
-from torchpipe_server.front.loop import Loop, call_aside
+from torchpipe_server.front.loop import Loop, call_on_thread
 from torchpipe_server.supervisor.fleet import Fleet
 
 Files = dict[str, dict[str, str]]
@@ -66,7 +66,7 @@ class Repository:
             for done in asking:
                 done(rows)
 
-        call_aside(self._loop, "torchpipe-list", self._files, answer)
+        call_on_thread(self._loop, "torchpipe-list", self._files, answer)
 
     def _rows(self, files: Files, wrong: Wrong) -> list[dict[str, str]]:
         served: Folder = self._fleet.generation.tables

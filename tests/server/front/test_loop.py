@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torchpipe_server.front.loop import Inbox, call_aside, new_loop
+from torchpipe_server.front.loop import Inbox, call_on_thread, new_loop
 from torchpipe_server.front.server import Server
 
 
@@ -64,12 +64,15 @@ def test_items_behind_one_that_ends_the_loop_are_taken(kind: type[BaseException]
     assert taken == [0, 2, 3, 4]
 
 
-def test_a_call_aside_returns_its_outcome_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_call_on_a_thread_returns_its_outcome_to_the_loop(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
     loop, outcomes, here = new_loop(), list[Any](), threading.get_ident()
 
     def work(number: int) -> tuple[int, bool]:
         if not number:
-            raise ValueError("nothing")
+            raise kind("nothing")
         return number, threading.get_ident() == here
 
     def done(outcome: Any) -> None:
@@ -77,12 +80,13 @@ def test_a_call_aside_returns_its_outcome_to_the_loop(monkeypatch: pytest.Monkey
         loop.stop()
 
     for number in range(2):
-        call_aside(loop, "aside", partial(work, number), done)
+        call_on_thread(loop, "a-thread", partial(work, number), done)
         loop.run_forever()
     (error, is_here), given = outcomes
-    assert (str(error), is_here, given) == ("nothing", True, ((1, False), True))
+    expected = "nothing" if kind is ValueError else "SystemExit: nothing"
+    assert (str(error), is_here, given) == (expected, True, ((1, False), True))
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    call_aside(loop, "aside", partial(work, 1), done)
+    call_on_thread(loop, "a-thread", partial(work, 1), done)
     assert len(outcomes) == 2, "never before it returns"
     loop.run_forever()
     assert outcomes[2][0].errno == errno.EAGAIN

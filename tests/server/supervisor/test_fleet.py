@@ -52,11 +52,11 @@ class Fleets:
         self.failed: list[str] = []
         monkeypatch.setattr(module, "Forker", self._make_forker)
         monkeypatch.setattr(module, "Child", self._make_child)
-        monkeypatch.setattr(module, "call_aside", self._call)
+        monkeypatch.setattr(module, "call_on_thread", self._call)
 
     @staticmethod
     def _call(loop: Any, name: str, work: Any, done: Any) -> None:
-        """``call_aside`` without a thread."""
+        """``call_on_thread`` without a thread."""
         try:
             outcome = work()
         except Exception as error:
@@ -246,7 +246,7 @@ def test_files_that_are_never_read_end_the_change_in_time(fleets: Fleets, monkey
     fleet, answers = fleets.make({}, workers=1, start_seconds=5.0), list[str]()
     fleet.has_begun = True
     with monkeypatch.context() as patched:
-        patched.setattr(module, "call_aside", lambda *_: None)
+        patched.setattr(module, "call_on_thread", lambda *_: None)
         fleet.change(dict, answers.append)
         fleets.loop.advance(4.9)
     fleet.change(lambda: {"global": {}}, answers.append)
