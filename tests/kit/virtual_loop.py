@@ -15,8 +15,17 @@ class VirtualLoop:
         self._timers: list[tuple[float, Callable[..., object], tuple[Any, ...]]] = []
 
     def call_later(self, seconds: float, function: Callable[..., object], *args: Any) -> mock.Mock:
-        self._timers.append((self.time + seconds, function, args))
-        return mock.Mock()
+        timer = (self.time + seconds, function, args)
+        self._timers.append(timer)
+        return mock.Mock(cancel=lambda: self._forget(timer))
+
+    def _forget(self, timer: object) -> None:
+        self._timers = [other for other in self._timers if other is not timer]
+
+    @property
+    def waiting(self) -> int:
+        """The number of timers and calls that are still to come."""
+        return len(self._timers)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> mock.Mock:
         return self.call_later(0.0, function, *args)

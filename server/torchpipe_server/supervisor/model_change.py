@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from asyncio import TimerHandle
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from itertools import count
@@ -49,12 +50,12 @@ class ModelChange:
         self._waiting = set(self._children)
         self._graph = ""
         self._state = ChangeState.PREPARING
+        self._limit: TimerHandle | None = None
         pickled = base64.b64encode(pickle.dumps(folder)).decode()
         for child in self._children:
             child.ask_change("prepare", self._number, name=name, folder=pickled)
         if seconds:
-            problem = f"it is not set up after {seconds:g} s (--start-seconds)"
-            loop.call_later(seconds, self._expire, ChangeState.PREPARING, problem)
+            self._limit_to(seconds, f"it is not set up after {seconds:g} s (--start-seconds)")
 
     def receive(self, child: Child, message: Prepared | Committed) -> None:
         """Take a worker's answer."""
@@ -85,16 +86,20 @@ class ModelChange:
             self._state, self._waiting = ChangeState.COMMITTING, set(self._children)
             for each in self._children:
                 each.ask_change("commit", self._number)
-            problem = f"a worker does not report within {COMMIT_SECONDS:g} s that it serves it"
-            self._loop.call_later(COMMIT_SECONDS, self._expire, ChangeState.COMMITTING, problem)
+            self._limit_to(COMMIT_SECONDS, f"a worker does not report within {COMMIT_SECONDS:g} s that it serves it")
             return
         for each in self._children:
             each.graph = self._graph
         self._end("", False)
 
-    def _expire(self, state: ChangeState, problem: str) -> None:
-        if self._state is state:
-            self.cancel(problem)
+    def _limit_to(self, seconds: float, problem: str) -> None:
+        """Give the change up for ``problem`` after so long, in place of an earlier limit."""
+        self._stop_limit()
+        self._limit = self._loop.call_later(seconds, self.cancel, problem)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
 
     def cancel(self, problem: str) -> None:
         """Change nothing, because of ``problem``; if workers have begun to serve the model, they may differ."""
@@ -105,4 +110,5 @@ class ModelChange:
 
     def _end(self, problem: str, may_differ: bool) -> None:
         self._state = ChangeState.OVER
+        self._stop_limit()  # NOTE: it would keep the change for an hour
         self._on_end(problem, may_differ)

@@ -476,6 +476,7 @@ def test_workers_serve_a_model_once_all_have_it(changing: Changing) -> None:
     assert changing.ends == []
     change.lost(other)
     assert (changing.ends, one.graph) == ([("", False)], "graph")
+    assert changing.loop.waiting == 0, "a time limit keeps no change that is over"
     change.cancel("too late")
     changing.loop.advance(2 * COMMIT_SECONDS)
     assert (len(changing.ends), one.send.call_count) == (1, 0)
@@ -495,7 +496,7 @@ def test_no_worker_serves_a_model_that_one_cannot_set_up(changing: Changing, how
     else:
         change.cancel("the service is stopping")
     ((problem, may_differ),) = changing.ends
-    assert (bool(problem), may_differ) == (True, False)
+    assert (bool(problem), may_differ, changing.loop.waiting) == (True, False, 0)
     one.send.assert_called_once_with("abort")
     change.receive(other, Prepared(number, "", "graph"))
     change.lost(one)
@@ -517,7 +518,7 @@ def test_workers_may_differ_if_one_does_not_serve_what_it_has_set_up(changing: C
     else:
         changing.loop.advance(1)
     ((problem, may_differ),) = changing.ends
-    assert (bool(problem), may_differ, one.graph) == (True, True, "before")
+    assert (bool(problem), may_differ, one.graph, changing.loop.waiting) == (True, True, "before", 0)
     change.receive(other, Committed(number, ""))
     changing.loop.advance(COMMIT_SECONDS)
     assert len(changing.ends) == 1
