@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from asyncio import TimerHandle
 from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -42,7 +43,8 @@ EXIT_STATUS_SECONDS = 0.2  # the same while the service ends
 
 
 class Fleet:
-    """``options.workers`` workers. ``load`` reads the configuration again, on a thread, or raises ``ConfigError``.
+    """``options.workers`` workers. ``load`` reads the configuration again, on another thread, or raises
+    ``ConfigError``.
 
     Each slot of a generation is filled by one process after another. A reload builds the next generation beside the
     serving one and swaps them once all its workers are ready. Processes of neither are leaving. ``on_failure(problem)``
@@ -61,7 +63,9 @@ class Fleet:
     ) -> None:
         self.generation = Generation(configuration, options)
         self._next_generation: Generation | None = None  # during a reload
-        self._reading: object = None  # the change whose files are being read
+        self._reading: Change | None = None  # whose files are being read, or wait for the reader
+        self._read_limit: TimerHandle | None = None
+        self._is_reader_busy = False  # perhaps with files that nobody wants any more
         self.ended_stats = figures.NOTHING  # statistics of workers that have ended
         self.restarts: Counter[str] = Counter()  # by ``Reason``, or "failed_start"
         self.has_begun = False  # every worker was ready or given up
@@ -128,7 +132,7 @@ class Fleet:
         self._is_ending = True
         if self._model_change is not None:
             self._model_change.cancel("the service is stopping")
-        self._reading = None
+        self._stop_reading()
         self._changes.stop("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
@@ -383,7 +387,7 @@ class Fleet:
             self._model_change.cancel("interrupted by a reload")
         if self._next_generation is not None or self._reading is not None:
             logger.info("another SIGHUP: the reload starts over")
-            self._reading = None
+            self._stop_reading()
             self._dismiss_successors()
             self._reload_ended("interrupted by a reload")
         self._begin_reload(Change(self._load, lambda problem: None, ""))  # it is logged
@@ -391,7 +395,7 @@ class Fleet:
     def change(self, load: Callable[[], Any], done: Callable[[str], object], model: str = "") -> None:
         """Serve the tables that ``load`` returns, after a reload in progress; then call ``done`` with "" or why not.
 
-        ``load`` is called on a thread. If they are a folder in which only ``model`` differs, the workers stay and
+        ``load`` is called on another thread. If they are a folder in which only ``model`` differs, the workers stay and
         change that. Raises ``Overloaded`` if it cannot be queued now.
         """
         if self._is_ending or not self.has_begun:
@@ -427,21 +431,42 @@ class Fleet:
         self._changes.done = change.done
         if not change.model:
             logger.info("reloading %s", self._options.config)
-        self._reading = this = object()
+        self._reading = change
+        if seconds := self._options.start_seconds:
+            problem = f"its files are not read after {seconds:g} s (--start-seconds)"
+            self._read_limit = self._loop.call_later(seconds, self._was_read, change, ConfigError(problem))
+        if self._is_reader_busy:
+            logger.warning("files of an earlier reload are still being read: their storage does not answer")
+        else:
+            self._read(change)
+
+    def _read(self, change: Change) -> None:
+        """Read the files of a change on another thread: one at a time, since storage may keep each for long."""
+        self._is_reader_busy = True
 
         def read() -> Configuration:
             look_at_working_directory()
             return change.load()
 
-        def apply(outcome: Configuration | Exception) -> None:
-            if self._reading is this:  # else it was interrupted meanwhile
-                self._reading = None
-                self._apply(change, outcome)
+        def done(outcome: Configuration | Exception) -> None:
+            self._is_reader_busy = False
+            self._was_read(change, outcome)
+            if self._reading is not None and not self._is_reader_busy:
+                self._read(self._reading)  # it came meanwhile
 
-        call_on_thread(self._loop, "torchpipe-reload", read, apply)
-        if seconds := self._options.start_seconds:
-            late = ConfigError(f"its files are not read after {seconds:g} s (--start-seconds)")
-            self._loop.call_later(seconds, apply, late)
+        call_on_thread(self._loop, "torchpipe-reload", read, done)
+
+    def _was_read(self, change: Change, outcome: Configuration | Exception) -> None:
+        if self._reading is change:  # else it was interrupted, or is too late
+            self._stop_reading()
+            self._apply(change, outcome)
+
+    def _stop_reading(self) -> None:
+        """Want no files any more. NOTE: the timer would keep the change for an hour."""
+        self._reading = None
+        if self._read_limit is not None:
+            self._read_limit.cancel()
+            self._read_limit = None
 
     def _apply(self, change: Change, read: Configuration | Exception) -> None:
         """Begin to change the workers, or to start their successors, by the configuration that was read."""

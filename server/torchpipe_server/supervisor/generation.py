@@ -51,7 +51,7 @@ class Configuration(NamedTuple):
 class Change(NamedTuple):
     """``load`` returns a configuration, ``done`` gets "" once it is served, or the reason why not.
 
-    ``load`` is called on a thread. ``model``: the one that differs, in a folder.
+    ``load`` is called on another thread. ``model``: the one that differs, in a folder.
     """
 
     load: Callable[[], Configuration]

@@ -34,7 +34,7 @@ logger = logging.getLogger("torchpipe_server")
 
 
 class Repository:
-    """The folder that ``fleet`` serves. Its files are listed and read on threads."""
+    """The folder that ``fleet`` serves. Its files are listed and read on other threads."""
 
     def __init__(self, loop: Loop, fleet: Fleet, may_be_empty: bool) -> None:
         self._loop, self._fleet, self._may_be_empty = loop, fleet, may_be_empty

@@ -60,8 +60,8 @@ KILL_SECONDS = 1.0  # after those, for killed workers to end and their requests 
 class Supervisor:
     """``run`` serves on the calling thread until ``stop``.
 
-    ``tables`` is the configuration; ``load`` returns it at each reload, on a thread, or raises ``ConfigError``. ``idl``
-    is that of InferenceService, or ``None`` for a custom service.
+    ``tables`` is the configuration; ``load`` returns it at each reload, on another thread, or raises ``ConfigError``.
+    ``idl`` is that of InferenceService, or ``None`` for a custom service.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from torchpipe_server.supervisor.messages import Committed, Prepared, Ready
 from torchpipe_server.worker import worker
 from torchpipe_server.worker.service import engine_processes, make_plan
 
-from torchpipe_py import Overloaded
+from torchpipe_py import ConfigError, Overloaded
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.plan.folder import Folder
 
@@ -245,17 +245,66 @@ def test_what_is_read_after_a_reload_or_a_stop_is_dropped(
 def test_files_that_are_never_read_end_the_change_in_time(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, answers = fleets.make({}, workers=1, start_seconds=5.0), list[str]()
     fleet.has_begun = True
+    calls = list[Any]()
     with monkeypatch.context() as patched:
-        patched.setattr(module, "call_on_thread", lambda *_: None)
+        patched.setattr(module, "call_on_thread", lambda loop, name, work, done: calls.append(done))
         fleet.change(dict, answers.append)
         fleets.loop.advance(4.9)
     fleet.change(lambda: {"global": {}}, answers.append)
     assert (answers, fleets.starts) == ([], [])
     fleets.loop.advance(0.2)
     assert answers == ["its files are not read after 5 s (--start-seconds)"]
-    assert [slot.tables for slot, _ in fleets.starts] == [{"global": {}}], "the next change begins"
+    assert fleets.starts == [], "the next change waits for the thread"
+    calls[0](Configuration({"late": {}}))
+    assert [slot.tables for slot, _ in fleets.starts] == [{"global": {}}]
     fleets.loop.advance(5.0)
     assert len(answers) == 1, "it is no longer late once its files are read"
+
+
+@pytest.mark.parametrize("how", ["refused", "reload", "stop"])
+def test_the_time_limit_of_a_read_keeps_no_change_that_is_over(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Anyone may ask for unloads that are refused, a thousand a second."""
+    fleet = fleets.make({}, workers=1, start_seconds=3600.0)
+    fleet.has_begun = True
+    waiting = fleets.loop.waiting
+    if how == "refused":
+        fleet.change(mock.Mock(side_effect=ConfigError("no such model")), lambda problem: None)
+    else:
+        monkeypatch.setattr(module, "call_on_thread", lambda *_: None)
+        fleet.change(dict, lambda problem: None)
+        fleet.reload() if how == "reload" else fleet.drain()
+    fleets.loop.advance(0.01)
+    assert fleets.loop.waiting == waiting + (how == "reload"), "only that of the read in progress"
+
+
+def test_files_are_read_by_one_thread_for_the_newest_reload(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each SIGHUP during a hang of the storage would leave a thread that waits for it."""
+    fleet, calls, loaded = fleets.make({}, workers=1, start_seconds=5.0), list[Any](), list[str]()
+    fleet.has_begun = True
+    monkeypatch.setattr(module, "call_on_thread", lambda loop, name, work, done: calls.append((work, done)))
+
+    def answer() -> None:
+        work, done = calls.pop()
+        done(work())
+
+    fleet.change(lambda: loaded.append("change") or {"global": {"of": "the change"}}, lambda problem: None)
+    for number in range(10):
+        fleet._load = lambda number=number: loaded.append(number) or Configuration({"global": {"of": number}})
+        fleet.reload()
+    assert len(calls) == 1
+    answer()
+    assert ("still being read" in caplog.text, fleets.starts, len(calls)) == (True, [], 1)
+    answer()
+    assert [slot.tables for slot, _ in fleets.starts] == [{"global": {"of": 9}}]
+    assert (loaded, calls) == (["change", 9], [])
+    fleet.reload()
+    fleets.loop.advance(5.1)
+    answer()
+    assert (calls, fleet._is_reader_busy) == ([], False), "it was too late, and nothing else is wanted"
 
 
 @pytest.mark.parametrize("how", ["refused", "reload"])

@@ -385,7 +385,7 @@ def test_a_model_of_two_files_is_refused(tmp_path: Path) -> None:
         assert (infer(service.port, "a.c"), service.pids()) == ("a", workers), "none had begun to serve it"
 
 
-# -- files that are read on threads ---------------------------------------------------------------------------------
+# -- files that are read on other threads --------------------------------------------------------------------------
 
 
 class Listing:
