@@ -372,8 +372,9 @@ class Fleet:
         self._serve_if_complete()
 
     def _end_if_hopeless(self) -> None:
-        problem = "" if self._next_generation is not None else self.generation.hopeless()
-        if problem:
+        """End the service if no worker can be started, unless a reload that may mend it is in progress."""
+        may_mend = self._next_generation is not None or self._reading is not None
+        if not may_mend and (problem := self.generation.hopeless()):
             self._on_failure(problem)
 
     # -- reload -------------------------------------------------------------------------------------------------
@@ -412,6 +413,7 @@ class Fleet:
             return
         if self._is_ending:
             return
+        self._end_if_hopeless()  # a worker may have been given up during the change before
         if self._may_differ:
             self._may_differ = False  # NOTE: even if the reload fails: the next one might, too, without an end
             self._is_repairing = True
@@ -570,7 +572,6 @@ class Fleet:
         logger.error("not reloaded, keeping the old configuration: %s", problem)
         self._dismiss_successors()
         self._reload_ended(problem)
-        self._end_if_hopeless()
 
     def _dismiss_successors(self) -> None:
         dismissed, self._next_generation = self._next_generation, None

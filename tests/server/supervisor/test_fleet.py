@@ -447,8 +447,39 @@ def test_reload_ends_if_the_engine_process_that_it_keeps_is_given_up(fleets: Fle
     for _ in range(START_ATTEMPTS):
         assert (fleets.failed, fleet.reloads["failed"]) == ([], 0)
         fleets.die(fleet.generation.engines[0])
+    fleets.loop.advance(0.01)
     assert fleet.reloads["failed"] == 1
     assert fleets.failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
+
+
+@pytest.mark.parametrize("outcome", ["mended", "wrong", "another reload", "too late", "load"])
+def test_service_that_a_reload_may_mend_does_not_end_while_files_are_read(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    """The last worker is given up while the storage of the mended configuration takes its time."""
+    fleet, calls = fleets.make(Folder(source="models"), workers=1, start_seconds=50.0), list[Any]()
+    fleet.has_begun = True
+    monkeypatch.setattr(module, "call_on_thread", lambda loop, name, work, done: calls.append(done))
+    if outcome == "load":
+        fleet.change(dict, lambda problem: None, "a")
+    else:
+        fleet.reload()
+    for _ in range(START_ATTEMPTS):
+        fleets.die(fleet.generation.workers[0])
+    assert fleet.generation.workers[0].is_given_up
+    if outcome == "another reload":
+        fleet.reload()
+        calls.pop()(ConfigError("not valid TOML"))
+    fleets.loop.advance(1.0)
+    assert fleets.failed == []
+    if outcome == "too late":
+        fleets.loop.advance(50.0)
+    else:
+        mends = outcome in ("mended", "load")
+        calls.pop()(Configuration(Folder(source="models")) if mends else ConfigError("not valid TOML"))
+    fleets.loop.advance(1.0)
+    given_up = f"no worker can be started, after {START_ATTEMPTS} attempts each"
+    assert fleets.failed == ([] if outcome == "mended" else [given_up]), "a load of one model changes no worker here"
 
 
 # -- engine processes -----------------------------------------------------------------------------------------------
