@@ -390,6 +390,7 @@ class Fleet:
             logger.info("another SIGHUP: the reload starts over")
             self._stop_reading()
             self._dismiss_successors()
+            self._may_differ = self._may_differ or self._is_repairing  # in case this reload fails
             self._reload_ended("interrupted by a reload")
         self._begin_reload(Change(self._load, lambda problem: None, ""))  # it is logged
 

@@ -341,6 +341,40 @@ def test_workers_are_replaced_once_if_they_may_serve_different_models(fleets: Fl
     assert (len(fleets.starts), len(answers)) == (2, 1), "the next change has begun"
 
 
+@pytest.mark.parametrize("what", ["read", "start"])
+def test_a_repair_that_a_reload_interrupts_follows_if_that_fails(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Otherwise workers would serve different models for good."""
+    fleet, calls = fleets.make(Folder(source="before"), workers=1), list[Any]()
+    fleet.has_begun = fleet._may_differ = True
+    monkeypatch.setattr(module, "call_on_thread", lambda loop, name, work, done: calls.append((work, done)))
+
+    def answer() -> None:
+        work, done = calls.pop()
+        Fleets._call(None, "", work, done)
+
+    fleet._begin_change()
+    if what == "start":
+        answer()
+        assert len(fleets.starts) == 1
+    fleet._load = mock.Mock(side_effect=ConfigError("not valid TOML"))
+    fleet.reload()
+    if what == "read":
+        answer()
+    answer()
+    fleets.starts.clear()
+    fleets.loop.advance(0.01)
+    answer()
+    assert ([slot.tables.source for slot, _ in fleets.starts], fleet.reloads["failed"]) == (["before"], 1)
+    slot = fleets.starts[0][0]
+    fleets.forked(slot, mock.Mock())
+    slot.child.configure_mock(tables=slot.tables)
+    fleet._receive(slot.child, Ready(""))
+    fleets.loop.advance(0.01)
+    assert (slot in fleet.generation.workers, calls) == (True, []), "once"
+
+
 def test_workers_get_all_problems_of_models_once_they_are_ready(fleets: Fleets) -> None:
     """A worker that starts takes no messages but links, and may have been forked before a load failed."""
     folder = Folder(source="models")
