@@ -387,7 +387,10 @@ class Fleet:
         if self._model_change is not None:
             self._model_change.cancel("interrupted by a reload")
         if self._next_generation is not None or self._reading is not None:
-            logger.info("another SIGHUP: the reload starts over")
+            assert self._changes.current is not None
+            model = self._changes.current.model
+            what = f"the change of model {model!r} is given up" if model else "the reload in progress starts over"
+            logger.info("SIGHUP: %s", what)
             self._stop_reading()
             self._dismiss_successors()
             self._may_differ = self._may_differ or self._is_repairing  # in case this reload fails
@@ -431,7 +434,7 @@ class Fleet:
         self._loop.call_soon(self._begin_change)
 
     def _begin_reload(self, change: Change) -> None:
-        self._changes.done = change.done
+        self._changes.current = change
         if not change.model:
             logger.info("reloading %s", self._options.config)
         self._reading = change

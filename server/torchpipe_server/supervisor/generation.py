@@ -60,10 +60,10 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """Changes that wait for a reload to finish, and the callback of the one in progress."""
+    """Changes that wait for a reload to finish, and the one in progress."""
 
     def __init__(self) -> None:
-        self.done: Callable[[str], object] | None = None  # the callback of the change in progress
+        self.current: Change | None = None
         self._waiting: deque[Change] = deque()
 
     def add(self, change: Change) -> None:
@@ -78,9 +78,9 @@ class Changes:
 
     def report(self, problem: str) -> None:
         """Report the outcome of the change in progress, once."""
-        done, self.done = self.done, None
-        if done is not None:
-            done(problem)
+        current, self.current = self.current, None
+        if current is not None:
+            current.done(problem)
 
     def stop(self, problem: str) -> None:
         """Report ``problem`` to all."""

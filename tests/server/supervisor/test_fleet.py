@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import multiprocessing
 import os
 import threading
@@ -514,6 +515,27 @@ def test_service_that_a_reload_may_mend_does_not_end_while_files_are_read(
     fleets.loop.advance(1.0)
     given_up = f"no worker can be started, after {START_ATTEMPTS} attempts each"
     assert fleets.failed == ([] if outcome == "mended" else [given_up]), "a load of one model changes no worker here"
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("model", ["", "a"])
+def test_a_reload_says_what_it_interrupts(
+    fleets: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model: str, is_read: bool
+) -> None:
+    caplog.set_level(logging.INFO, "torchpipe_server")
+    fleet = fleets.make(workers=2)
+    fleet.has_begun = True
+    if not is_read:
+        monkeypatch.setattr(module, "call_on_thread", lambda *_: None)
+    if model:  # its nodes are shared, so other workers take over
+        fleet.change(lambda: Folder({"a/1": Tables(SHARED)}, "models"), lambda problem: None, model)
+    else:
+        fleet.reload()
+    assert (fleet._next_generation is not None) == is_read
+    fleet.reload()
+    (line,) = [line for line in caplog.messages if line.startswith("SIGHUP")]
+    what = "the change of model 'a' is given up" if model else "the reload in progress starts over"
+    assert line == f"SIGHUP: {what}"
 
 
 # -- engine processes -----------------------------------------------------------------------------------------------
