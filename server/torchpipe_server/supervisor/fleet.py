@@ -332,14 +332,16 @@ class Fleet:
         if child.failure and not self.has_begun:
             self._on_failure(child.failure)  # another attempt would fail in the same way
             return
+        if child.reason == "dismissed" and child.tables is not slot.tables:  # a model was loaded while it started
+            self._forker.fork(slot)  # NOTE: its pauses stay: it has not proved that it works
+            return
         # NOTE: engine processes are linked to workers before any request, so until then that proves nothing.
         is_settled = child.ready_at and self._clock() - child.ready_at >= SETTLED_SECONDS
         has_worked = bool(is_settled) or (child.has_served and self.has_begun)
-        starts, counted, text = successor(child, child.tables is not slot.tables, has_worked)
+        starts, counted, text = successor(child, has_worked)
         if text:
             logger.error("%s %s", slot.name, text)
-        if counted:
-            self._count_restart(slot, counted)
+        self._count_restart(slot, counted)
         if starts is Starts.AT_ONCE:
             slot.pauses = 0
             self._forker.fork(slot)
@@ -594,25 +596,20 @@ class Starts(Enum):
 
     AT_ONCE = auto()
     AFTER_PAUSE = auto()  # a longer one each time
-    AS_ATTEMPT = auto()  # the same, until several in a row have failed
+    AS_RETRY = auto()  # after a pause as well, unless it was the last attempt
 
 
 class Successor(NamedTuple):
     """How a process that ended is replaced."""
 
     starts: Starts
-    counted: str = ""  # the reason under which it counts as a restart, if it does
+    counted: str  # the reason under which it counts as a restart
     log: str = ""  # after the name of the slot
 
 
-def successor(child: Child, is_outdated: bool, has_worked: bool) -> Successor:
-    """How ``child`` is replaced, which ended by itself or by its ``reason``.
-
-    ``is_outdated``: its slot has another configuration by now. ``has_worked``: it can start and serve.
-    """
+def successor(child: Child, has_worked: bool) -> Successor:
+    """How ``child`` is replaced, which ended by its ``reason``. ``has_worked``: it can start and serve."""
     assert child.reason is not None
-    if is_outdated and child.reason == "dismissed":
-        return Successor(Starts.AT_ONCE)
     if child.failure and child.ready_at:  # it cannot listen
         return Successor(Starts.AFTER_PAUSE, "failed_start", f"ended: {child.failure}")
     if has_worked:  # requests that kill workers must not delay others
@@ -620,4 +617,4 @@ def successor(child: Child, is_outdated: bool, has_worked: bool) -> Successor:
     if child.ready_at:  # it did start, so this is not a failed attempt; several of those end the service
         return Successor(Starts.AFTER_PAUSE, child.reason, "ended as soon as it was ready")
     counted = "failed_start" if child.reason == "died" else child.reason
-    return Successor(Starts.AS_ATTEMPT, counted, f"ended while it started: {child.failure or 'killed, or crashed'}")
+    return Successor(Starts.AS_RETRY, counted, f"ended while it started: {child.failure or 'killed, or crashed'}")

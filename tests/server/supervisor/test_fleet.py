@@ -427,11 +427,11 @@ SUCCESSORS = [
     ({"ready_at": 1.0}, "died", True, Successor(Starts.AT_ONCE, "died")),
     ({"ready_at": 1.0}, "hung_batch", True, Successor(Starts.AT_ONCE, "hung_batch")),
     ({"ready_at": 1.0}, "died", False, Successor(Starts.AFTER_PAUSE, "died", "ended as soon as it was ready")),
-    ({}, "died", False, Successor(Starts.AS_ATTEMPT, "failed_start", f"ended while it started: {KILLED}")),
-    ({}, "misbehaved", False, Successor(Starts.AS_ATTEMPT, "misbehaved", f"ended while it started: {KILLED}")),
+    ({}, "died", False, Successor(Starts.AS_RETRY, "failed_start", f"ended while it started: {KILLED}")),
+    ({}, "misbehaved", False, Successor(Starts.AS_RETRY, "misbehaved", f"ended while it started: {KILLED}")),
     (
         {"failure": NOT_READY}, "slow_start", False,
-        Successor(Starts.AS_ATTEMPT, "slow_start", f"ended while it started: {NOT_READY}"),
+        Successor(Starts.AS_RETRY, "slow_start", f"ended while it started: {NOT_READY}"),
     ),
     (
         {"ready_at": 1.0, "failure": IN_USE}, "died", True,
@@ -445,12 +445,24 @@ def test_how_a_process_that_ended_is_replaced(
     state: dict[str, Any], reason: str, has_worked: bool, expected: Successor
 ) -> None:
     child: Any = mock.Mock(**{"ready_at": 0.0, "failure": "", "reason": reason, **state})
-    assert successor(child, False, has_worked) == expected
+    assert successor(child, has_worked) == expected
 
 
-def test_process_with_an_outdated_configuration_is_replaced_and_not_counted() -> None:
-    child: Any = mock.Mock(ready_at=1.0, failure="", reason="dismissed")
-    assert successor(child, True, False) == Successor(Starts.AT_ONCE)
+def test_process_with_an_outdated_configuration_is_replaced_and_not_counted(fleets: Fleets) -> None:
+    """Nor does it end the pauses of a worker that crashes each time, however many models are loaded meanwhile."""
+    fleet = fleets.make(workers=2)
+    fleet.has_begun = True
+    worker = fleet.generation.workers[0]
+    fleets.die(worker, ready_at=fleets.loop.time)
+    fleets.loop.advance(FIRST_DELAY)
+    count = len(fleets.starts)
+    fleets.die(worker, ready_at=fleets.loop.time, reason="dismissed", tables={})
+    assert (len(fleets.starts), worker.restarts, fleet.restarts) == (count + 1, 1, {"died": 1})
+    fleets.die(worker, ready_at=fleets.loop.time)
+    fleets.loop.advance(FIRST_DELAY)
+    assert len(fleets.starts) == count + 1
+    fleets.loop.advance(FIRST_DELAY)
+    assert len(fleets.starts) == count + 2
 
 
 def test_service_ends_if_a_process_reports_why_it_cannot_start(fleets: Fleets) -> None:
