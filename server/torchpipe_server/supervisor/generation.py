@@ -80,13 +80,22 @@ class Changes:
         """Report the outcome of the change in progress, once."""
         current, self.current = self.current, None
         if current is not None:
-            current.done(problem)
+            _report(current, problem)
 
     def stop(self, problem: str) -> None:
         """Report ``problem`` to all."""
+        waiting, self._waiting = self._waiting, deque()
         self.report(problem)
-        while (change := self.next()) is not None:
-            change.done(problem)
+        for change in waiting:
+            _report(change, problem)
+
+
+def _report(change: Change, problem: str) -> None:
+    """Report the outcome of a change; others are reported, and begin, whatever its callback raises."""
+    try:
+        change.done(problem)
+    except Exception:
+        logger.exception("internal error while the outcome of a change was reported")
 
 
 @dataclass(eq=False)  # NOTE: equal slots differ: one may belong to a reload that was given up

@@ -35,7 +35,7 @@ from typing import Any
 import torchpipe_py
 from torchpipe_py import ConfigError
 from torchpipe_py.serving import BOUNDS_MS, TOTALS, Done, Folder, add, answers, call_from_any_thread
-from torchpipe_server.front.loop import every, new_loop
+from torchpipe_server.front.loop import every, new_loop, take_each
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
@@ -244,8 +244,11 @@ class Supervisor:
             figures = self._figures(silent)
         except Exception as error:
             figures = error
-        for answer in asking:
-            answer(figures)
+        take_each(
+            asking,
+            lambda answer: answer(figures),
+            lambda _: logger.exception("internal error while figures were answered"),
+        )
 
     def _figures(self, silent: set[Child]) -> Figures:
         fleet = self._fleet

@@ -176,6 +176,25 @@ def test_change_that_raises_is_answered_and_the_next_one_begins(
     assert [slot.role for slot, _ in fleets.starts] == ["worker"]
 
 
+@pytest.mark.parametrize("how", ["end", "stop"])
+def test_an_outcome_that_cannot_be_reported_stops_no_other_change(
+    fleets: Fleets, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    fleet, answers, raising = fleets.make({}, workers=1), list[str](), mock.Mock(side_effect=ValueError("it is gone"))
+    fleet.has_begun = True
+    fleet.change(lambda: {"global": {}}, raising)
+    for done in (answers.append, raising, answers.append):
+        fleet.change(mock.Mock(side_effect=ConfigError("not valid TOML")), done)
+    if how == "end":
+        fleets.forked(fleets.starts[-1][0], OSError(errno.EPERM, "not any more"))
+    else:
+        fleet.drain()
+    fleets.loop.advance(0.01)
+    assert answers == ["not valid TOML" if how == "end" else "the service is stopping"] * 2
+    assert raising.call_count == 2
+    assert caplog.messages.count("internal error while the outcome of a change was reported") == 2
+
+
 class Reader:
     """Reads like a storage that does not answer until ``answer``."""
 

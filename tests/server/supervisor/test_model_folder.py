@@ -439,6 +439,17 @@ def test_a_client_gets_an_answer_whatever_fails_in_the_supervisor(
     supervisor.loop.close()
 
 
+def test_one_that_cannot_be_answered_costs_no_other_the_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    answers = list[Any]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor = Supervisor(listener, Options("test"), {"global": {}}, dict, None)
+    supervisor.ask(mock.Mock(side_effect=ValueError("it is gone")))
+    supervisor.ask(answers.append)
+    eventually(lambda: turn(supervisor.loop) or answers)
+    assert (answers[0]["state"], caplog.messages) == ("starting", ["internal error while figures were answered"])
+    supervisor.loop.close()
+
+
 # -- all workers or none --------------------------------------------------------------------------------------------
 
 
