@@ -29,6 +29,10 @@ MOST_NAME_CHARACTERS = 200
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
+Listed = tuple[dict[str, dict[str, str]], dict[str, str]]
+"""The files of a folder by model and version, and problems of other files by ``NAME/VERSION``."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A root, with the name and version that clients use for it."""
@@ -71,9 +75,12 @@ class Folder(Tables):
         """The folder without model ``name``."""
         return self._where(lambda other: other != name)
 
-    def having(self, name: str) -> Folder:
-        """The folder with all versions of model ``name`` read again. ``ConfigError`` if the folder does not have it."""
-        files, problems = list_models(self.source)
+    def having(self, name: str, listed: Listed | None = None) -> Folder:
+        """The folder with all versions of model ``name`` read again. ``ConfigError`` if the folder does not have it.
+
+        ``listed``: what ``list_models`` returned for it, if it was called before.
+        """
+        files, problems = listed or list_models(self.source)
         if name not in files:
             wrong = [problem for key, problem in problems.items() if name_of(key) == name]
             here = os.path.normpath(self.source)  # a client is shown its last part
@@ -150,7 +157,7 @@ def find_models(folder: str) -> dict[str, dict[str, str]]:
     return models
 
 
-def list_models(folder: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+def list_models(folder: str) -> Listed:
     """The files of a folder by model and version, and problems of files that cannot be models, by ``NAME/VERSION``.
 
     Raises ``ConfigError`` if the folder cannot be read, or has more than ``MOST_MODELS`` files.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from torchpipe_py import ConfigError, Overloaded
+from torchpipe_py import ConfigError, Overloaded, TorchpipeError
 from torchpipe_py.serving import (
     UNLOADED,
     Done,
@@ -23,14 +23,24 @@ from torchpipe_py.serving import (
     nearest,
     version_of,
 )
-from torchpipe_server.front.loop import Loop, call_on_thread
+from torchpipe_server.front.loop import Loop, call_on_thread, take_each
 from torchpipe_server.supervisor.fleet import Fleet
+from torchpipe_server.supervisor.generation import RETRY_MS
 
 Files = dict[str, dict[str, str]]
-Wrong = dict[str, str]
+Problems = dict[str, str]
+
+LIST_SECONDS = 5.0  # time limit for a list of the folder: a slow network folder of 1,000 files takes a second or two
 _ADDED = "added to the folder, not loaded yet"  # the reason for which a model is not served
 
 logger = logging.getLogger("torchpipe_server")
+
+
+class FolderUnavailable(TorchpipeError, RuntimeError):
+    """The folder cannot be listed now."""
+
+    code = "unavailable"
+    retry_after_ms = RETRY_MS
 
 
 class Repository:
@@ -39,21 +49,43 @@ class Repository:
     def __init__(self, loop: Loop, fleet: Fleet, may_be_empty: bool) -> None:
         self._loop, self._fleet, self._may_be_empty = loop, fleet, may_be_empty
         self._problems: dict[str, str] = {}  # why the last attempt to load a model failed
-        self._asking: list[Done] = []  # for the next listing of the folder
+        self._listing: list[Done] = []  # get the list that is being made
+        self._asking: list[Done] = []  # get the next one
         self._is_listing = False
+        self._refusal: Exception | None = None  # why nobody gets a list: the folder hangs, or the service is stopping
 
     def index(self, done: Done) -> None:
-        """Call ``done`` with each version that is served or in the folder, with ``state`` and ``reason``."""
+        """Call ``done`` with each version that is served or in the folder, with ``state`` and ``reason``.
+
+        Or with an exception, at the latest after ``LIST_SECONDS``, and at once while an earlier list is not made.
+        """
+        if self._refusal is not None:
+            done(self._refusal)
+            return
         self._asking.append(done)
         if not self._is_listing:
             self._list()
 
+    def stop(self) -> None:
+        """Answer all that ask, so that no client waits for the storage while the service stops."""
+        self._refuse(FolderUnavailable("the service is stopping"))
+
+    def _refuse(self, refusal: Exception) -> None:
+        self._refusal = self._refusal or refusal
+        asking, self._listing, self._asking = [*self._listing, *self._asking], [], []
+        _answer(asking, self._refusal)
+
     def _list(self) -> None:
         """List the folder for all that ask; those that ask meanwhile may know of newer files."""
-        asking, self._asking, self._is_listing = self._asking, [], True
+        self._listing, self._asking, self._is_listing = self._asking, [], True
+        late = FolderUnavailable(f"the folder of models is not listed after {LIST_SECONDS:g} s: its storage hangs")
+        limit = self._loop.call_later(LIST_SECONDS, self._refuse, late)
 
-        def answer(listed: tuple[Files, Wrong] | Exception) -> None:
-            self._is_listing = False
+        def answer(listed: tuple[Files, Problems] | Exception) -> None:
+            limit.cancel()
+            listing, self._listing, self._is_listing = self._listing, [], False
+            if self._refusal is late:
+                self._refusal = None
             if self._asking:
                 self._list()
             rows: list[dict[str, str]] | Exception
@@ -61,14 +93,17 @@ class Repository:
                 if isinstance(listed, Exception):
                     raise listed
                 rows = self._rows(*listed)
+            except (ConfigError, OSError) as error:
+                logger.error("cannot list the models of the folder: %s", error)
+                rows = FolderUnavailable(f"the folder of models cannot be listed: {error}")
             except Exception as error:
                 rows = error
-            for done in asking:
-                done(rows)
+            _answer(listing, rows)
 
-        call_on_thread(self._loop, "torchpipe-list", self._files, answer)
+        folder = self._fleet.generation.tables.source
+        call_on_thread(self._loop, "torchpipe-list", lambda: list_models(folder), answer)
 
-    def _rows(self, files: Files, wrong: Wrong) -> list[dict[str, str]]:
+    def _rows(self, files: Files, wrong: Problems) -> list[dict[str, str]]:
         served: Folder = self._fleet.generation.tables
         problems = {**wrong, **self._fleet.problems}
         ready = served.keys() - self._fleet.problems.keys()
@@ -89,9 +124,12 @@ class Repository:
         versions: list[str] = []  # in the folder, of a model to load
 
         def read() -> Folder:
-            if action == "load":
-                versions.extend(self._files()[0].get(name, ()))
-            return self._changed(action, name)
+            served: Folder = self._fleet.generation.tables
+            if action == "unload":
+                return self._without(served, name)
+            listed = list_models(served.source)
+            versions.extend(listed[0].get(name, ()))
+            return served.having(name, listed)
 
         def finish(problem: str) -> None:
             served: Folder = self._fleet.generation.tables
@@ -114,18 +152,7 @@ class Repository:
             failed = answers.failure(error)
             done(failed.status, failed.body)
 
-    def _files(self) -> tuple[Files, Wrong]:
-        """The files of the folder, by model and version, and problems of other files by ``NAME/VERSION``."""
-        try:
-            return list_models(self._fleet.generation.tables.source)
-        except ConfigError as error:
-            logger.error("cannot list the models of the folder: %s", error)
-            return {}, {}
-
-    def _changed(self, action: str, name: str) -> Folder:
-        served: Folder = self._fleet.generation.tables
-        if action == "load":
-            return served.having(name)
+    def _without(self, served: Folder, name: str) -> Folder:
         if not served.versions(name):
             raise ConfigError(f"no such model is served; {nearest(name[:80], served.names)}")
         rest = served.without(name)
@@ -133,3 +160,9 @@ class Repository:
             raise ConfigError("the only model cannot be unloaded without --repository-control")
         rest.problems.update({f"{name}/{version}": UNLOADED for version in served.versions(name)})
         return rest
+
+
+def _answer(asking: list[Done], outcome: list[dict[str, str]] | Exception) -> None:
+    take_each(
+        asking, lambda done: done(outcome), lambda _: logger.exception("internal error while a list was answered")
+    )

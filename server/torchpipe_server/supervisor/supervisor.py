@@ -6,9 +6,9 @@ neither a reload nor a restart, except for an error for the request that a dead 
 The service ends in these steps:
 
 1. SIGTERM or SIGINT: the handler in ``cli`` calls ``stop``, and the loop calls ``_begin_stop``. ``/ready`` says 503.
-2. Clients that read streams get the end of their answers. ``Connections.drain`` accepts what clients have already
-   connected, closes the port, and leaves connections that still wait for a worker to the fallback, which answers with
-   an error. ``RpcFallback``, if no worker took its place, closes the port of gRPC.
+2. Clients that read streams get the end of their answers, and those that list models an error. ``Connections.drain``
+   accepts what clients have already connected, closes the port, and leaves connections that still wait for a worker to
+   the fallback, which answers with an error. ``RpcFallback``, if no worker took its place, closes the port of gRPC.
 3. ``Fleet.drain`` sends "drain" to workers that a reload has replaced, then to all others, and to an engine process
    once its workers have ended.
 4. In a worker, ``Server.drain`` (``RpcServer.drain`` for gRPC) lets each connection answer its request and closes it.
@@ -158,6 +158,8 @@ class Supervisor:
             logger.debug("stopping: answering what was accepted")
             self._stopping_until = monotonic() + self._options.drain_seconds + EXIT_SECONDS
             self.streams.close()
+            if self.repository is not None:
+                self.repository.stop()
             self._connections.drain()
             self._fleet.drain()
 

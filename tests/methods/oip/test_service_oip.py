@@ -283,15 +283,19 @@ def test_data_port_loads_models_with_repository_control(tmp_path: Path) -> None:
             assert fetch(port, INDEX, "POST", Origin="http://other.example").status == 200
 
 
-def test_lists_what_it_serves_if_the_supervisor_cannot_list_the_folder(tmp_path: Path) -> None:
+def test_a_list_that_the_supervisor_cannot_make_is_an_error(tmp_path: Path) -> None:
+    """The models that are served alone would look as if all of the folder were."""
+
     def control(action: str, name: str, done: Any) -> None:
-        done(500, {"error": "a defect", "code": "internal"})
+        done(503, {"error": "its storage hangs", "code": "unavailable", "retry_after_ms": 1000})
 
     with pipe(parse_folder(written(tmp_path, a=IDENTITY))) as run:
         options = Options(str(tmp_path))
         with LocalServer(run, make_served=lambda loop: usual_service(options, run, control)) as server:
             for _ in range(2):
-                assert ask(server.port, b"", INDEX) == (200, [served("a")])
+                status, said = ask(server.port, b"", INDEX)
+                assert (status, said["error"], said["code"]) == (503, "its storage hangs", "unavailable")
+            assert ask(server.port, b'{"ready": true}', INDEX) == (200, [served("a")]), "which reads no folder"
 
 
 def test_answers_repository_requests_after_supervisor_died(tmp_path: Path) -> None:

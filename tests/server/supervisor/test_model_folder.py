@@ -25,14 +25,17 @@ from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import repository
+from torchpipe_server.supervisor.generation import RETRY_MS
 from torchpipe_server.supervisor.messages import Committed, Control, Prepared
 from torchpipe_server.supervisor.model_change import COMMIT_SECONDS, ModelChange
-from torchpipe_server.supervisor.repository import Repository
+from torchpipe_server.supervisor.repository import LIST_SECONDS, Repository
 from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.worker import models
 from torchpipe_server.worker.worker import Worker
 
-from torchpipe_py.plan.folder import NO_MODEL, Folder
+from torchpipe_py.plan import folder as plan_folder
+from torchpipe_py.plan.folder import NO_MODEL, Folder, list_models
+from torchpipe_py.wire.answers import failure
 
 INDEX = "/v2/repository/index"
 GOOD = '[node]\nbackend = "Identity"\n'
@@ -418,6 +421,108 @@ def test_a_folder_that_does_not_answer_is_listed_by_one_thread_for_all_that_ask(
     eventually(lambda: turn(loop) or len(rows) == 4)
     assert (rows[3], listing.count) == (["a", "new2"], 2), "they asked after the first listing had begun"
     loop.close()
+
+
+class Listings:
+    """A ``Repository`` whose storage answers when a test says so: ``answers`` has a function for each list."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop, self.answers, fleet = VirtualLoop(), list[Any](), mock.Mock(problems={})
+        fleet.generation.tables = Folder(source="models")
+        monkeypatch.setattr(repository, "call_on_thread", lambda loop, name, work, done: self.answers.append(done))
+        loop: Any = self.loop
+        self.subject, self.outcomes = Repository(loop, fleet, True), list[Any]()
+
+    def ask(self) -> None:
+        self.subject.index(lambda outcome: self.outcomes.append(outcome))
+
+
+HANGS = f"the folder of models is not listed after {LIST_SECONDS:g} s: its storage hangs"
+
+
+def test_a_folder_that_hangs_is_an_error_for_all_that_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    listings = Listings(monkeypatch)
+    listings.ask()
+    listings.loop.advance(0.5 * LIST_SECONDS)
+    listings.ask()
+    assert listings.outcomes == []
+    listings.loop.advance(0.5 * LIST_SECONDS)
+    assert list(map(str, listings.outcomes)) == [HANGS] * 2
+    for _ in range(100):
+        listings.ask()
+    assert list(map(str, listings.outcomes)) == [HANGS] * 102, "at once: nothing is kept for the next list"
+    assert failure(listings.outcomes[-1])[:2] == (
+        503, {"error": HANGS, "code": "unavailable", "retry_after_ms": RETRY_MS},
+    )  # fmt: skip
+    assert len(listings.answers) == 1, "one thread waits for the storage"
+    listings.answers[0](({"a": {"1": "a.toml"}}, {}))
+    assert len(listings.outcomes) == 102
+    listings.ask()
+    listings.answers[1](({"a": {"1": "a.toml"}}, {}))
+    assert [row["name"] for row in listings.outcomes[-1]] == ["a"], "the storage answers again"
+    assert listings.loop.waiting == 0
+
+
+def test_those_that_ask_for_a_list_are_answered_when_the_service_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    listings = Listings(monkeypatch)
+    listings.ask()
+    listings.ask()
+    listings.subject.stop()
+    listings.ask()
+    listings.answers[0](({}, {}))
+    listings.ask()
+    listings.loop.advance(LIST_SECONDS)
+    assert (list(map(str, listings.outcomes)), len(listings.answers)) == (["the service is stopping"] * 4, 1)
+
+
+@pytest.mark.parametrize("when", ["listed", "late"])
+def test_one_that_cannot_be_answered_costs_no_other_its_list(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    listings = Listings(monkeypatch)
+    listings.ask()
+    listings.subject.index(mock.Mock(side_effect=ValueError("a client that is gone")))
+    listings.ask()
+    if when == "late":
+        listings.loop.advance(LIST_SECONDS)
+    else:
+        listings.answers[0](({}, {}))
+        listings.answers[1](({}, {}))
+    assert [str(outcome) for outcome in listings.outcomes] == [HANGS if when == "late" else "[]"] * 2
+    assert caplog.messages == ["internal error while a list was answered"]
+
+
+def test_the_list_of_a_folder_that_vanished_is_an_error(tmp_path: Path) -> None:
+    folder = written(tmp_path / "models", a=GOOD)
+    with folder_service(folder) as service:
+        service.wait_started()
+        folder.rename(tmp_path / "gone")
+        for port in (service.port, service.http_port):
+            status, said = ask(port, b"", INDEX)
+            assert (status, said["code"]) == (503, "unavailable"), port
+            assert (
+                said["error"]
+                == "the folder of models cannot be listed: models: cannot be read: No such file or directory"
+            )
+        assert infer(service.port, "a") == "a"
+        (tmp_path / "gone").rename(folder)
+        assert index(service.port) == index(service.http_port) == {"a": ("READY", "")}
+
+
+def test_a_load_lists_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, lists = written(tmp_path, a=GOOD), list[str]()
+    fleet, read = mock.Mock(), list_models
+    fleet.generation.tables = Folder(source=str(folder))
+
+    def count(path: str) -> Any:
+        lists.append(path)
+        return read(path)
+
+    for module in (repository, plan_folder):
+        monkeypatch.setattr(module, "list_models", count)
+    Repository(mock.Mock(), fleet, True).control("load", "a", mock.Mock())
+    load = fleet.change.call_args.args[0]
+    assert (list(load()), lists) == (["a/1"], [str(folder)])
 
 
 @pytest.mark.parametrize("action", ["statistics", "index", "load"])

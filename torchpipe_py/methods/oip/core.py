@@ -30,8 +30,8 @@ class NotServedError(TorchpipeError):
     code = "not_served"
 
 
-class ModelChangeError(TorchpipeError):
-    """A model that was not loaded or unloaded; ``said`` is the JSON with the reason and its code."""
+class RepositoryError(TorchpipeError):
+    """Models that were not loaded, unloaded or listed; ``said`` is the JSON with the reason and its code."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         super().__init__(said["error"])
@@ -54,6 +54,9 @@ Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
 ``index`` gives ``{"models": […]}``: all of the folder that the models come from.
 """
 
+
+Listed = Callable[["list[dict[str, Any]] | RepositoryError"], object]
+"""Takes models, or why they cannot be listed."""
 
 Totals = Callable[[Callable[[Mapping[str, Any]], object]], object]
 """Passes on the figures of all processes of the service, ``models`` as ``Models.figures`` and ``nodes``; or nothing."""
@@ -222,7 +225,7 @@ class OpenInference:
     ) -> None:  # fmt: skip
         self.models, self.items, self.reply = models, items, reply
         self.control, self._folder = control if may_load else None, control
-        self._indexing: list[Callable[[list[dict[str, Any]]], object]] = []
+        self._indexing: list[Listed] = []
         self._totals: Totals = totals or (lambda done: done({}))
         self._counting: list[Callable[[Mapping[str, Any]], object]] = []
 
@@ -269,8 +272,8 @@ class OpenInference:
             own = {**own, "admitted": nodes[names[0]]["requests"]}  # also those of before the model was loaded again
         return metadata.statistics(model.name, model.version, own, [nodes[name] for name in names if name in nodes])
 
-    def index(self, is_ready: bool, done: Callable[[list[dict[str, Any]]], object]) -> None:
-        """Report served models to ``done``; with ``is_ready`` false also unloaded ones."""
+    def index(self, is_ready: bool, done: Listed) -> None:
+        """Report served models to ``done``; with ``is_ready`` false also unloaded ones, or why there is no list."""
         if is_ready or self._folder is None:
             done(self._served())
             return
@@ -280,9 +283,13 @@ class OpenInference:
 
     def _indexed(self, status: int, body: Mapping[str, Any]) -> None:
         waiting, self._indexing = self._indexing, []
-        others = [each for each in body.get("models", ()) if each["state"] != "READY"]  # none, if that failed
+        models: list[dict[str, Any]] | RepositoryError
+        if "models" in body:  # none of the folder, if the supervisor is gone
+            models = [*self._served(), *(each for each in body["models"] if each["state"] != "READY")]
+        else:
+            models = RepositoryError(body)
         for done in waiting:
-            done([*self._served(), *others])
+            done(models)
 
     def _served(self) -> list[dict[str, Any]]:
         return [

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, ModelChangeError, OpenInference, shared_memory
+from torchpipe_py.methods.oip.core import Model, OpenInference, RepositoryError, shared_memory
 from torchpipe_py.methods.oip.http import answer, read_index, read_infer, read_parameters, takes_long
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
@@ -71,7 +71,10 @@ class OipHandler:
         self._core.statistics(name, version, lambda statistics: done(json_answer(statistics)))
 
     def _index(self, request: HttpRequest, done: Done) -> None:
-        self._core.index(read_index(request.body), lambda models: done(json_answer(models)))
+        self._core.index(
+            read_index(request.body),
+            lambda models: done(models if isinstance(models, RepositoryError) else json_answer(models)),
+        )
 
     def _control(self, action: str, request: HttpRequest, done: Done) -> None:
         assert self._core.control is not None
@@ -79,7 +82,7 @@ class OipHandler:
         if action == "load" and request.body:
             check_load(name, read_parameters(request.body))
         self._core.control(
-            action, name, lambda status, said: done(json_answer(said) if status < 300 else ModelChangeError(said))
+            action, name, lambda status, said: done(json_answer(said) if status < 300 else RepositoryError(said))
         )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:

@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, UnknownNode
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, ModelChangeError, NotServedError, OpenInference, shared_memory
+from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, RepositoryError, shared_memory
 from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
@@ -127,7 +127,7 @@ class OipRpcs:
             check_load(name, request.message.parameters)
 
         self._core.control(
-            action, name, lambda status, said: done(RpcAnswer(made()) if status < 300 else ModelChangeError(said))
+            action, name, lambda status, said: done(RpcAnswer(made()) if status < 300 else RepositoryError(said))
         )
 
     def _statistics(self, made: Any, request: RpcRequest, done: Done) -> None:
@@ -135,7 +135,10 @@ class OipRpcs:
         self._core.statistics(asked.name, asked.version, lambda said: done(RpcAnswer(ParseDict(said, made()))))
 
     def _index(self, made: Any, request: RpcRequest, done: Done) -> None:
-        self._core.index(request.message.ready, lambda models: done(RpcAnswer(made(models=models))))
+        def answer(models: list[dict[str, Any]] | RepositoryError) -> None:
+            done(models if isinstance(models, RepositoryError) else RpcAnswer(made(models=models)))
+
+        self._core.index(request.message.ready, answer)
 
     def _check(self, asked: Any, is_watch: bool = False) -> dict[str, Any]:
         """A service is ready if all models are; a model's name is a service, too.

@@ -191,7 +191,14 @@ def _repository_paths(repository: Repository) -> Mapping[str, Callable[[HttpRequ
         repository.control(action, name, lambda status, body: done(json_answer(body, status)))
 
     def index(request: HttpRequest, done: Done) -> None:
-        repository.index(lambda rows: done(rows if isinstance(rows, Exception) else json_answer(rows)))
+        def answer(rows: Any) -> None:
+            if isinstance(rows, Exception):  # as JSON, like the answers to load and unload
+                failed = answers.failure(rows)
+                done(json_answer(failed.body, failed.status, failed.headers))
+            else:
+                done(json_answer(rows))
+
+        repository.index(answer)
 
     return {
         _INDEX: index,
