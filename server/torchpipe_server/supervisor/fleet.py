@@ -444,7 +444,7 @@ class Fleet:
             problem = f"its files are not read after {seconds:g} s (--start-seconds)"
             self._read_limit = self._loop.call_later(seconds, self._was_read, change, ConfigError(problem))
         if self._is_reader_busy:
-            logger.warning("files of an earlier reload are still being read: their storage does not answer")
+            logger.warning("files of an earlier reload or load are still being read; these are read after them")
         else:
             self._read(change)
 

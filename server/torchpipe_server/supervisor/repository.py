@@ -30,7 +30,7 @@ from torchpipe_server.supervisor.generation import RETRY_MS
 Files = dict[str, dict[str, str]]
 Problems = dict[str, str]
 
-LIST_SECONDS = 5.0  # time limit for a list of the folder: a slow network folder of 1,000 files takes a second or two
+LIST_SECONDS = 5.0  # time limit for a list of the folder, which takes milliseconds unless its storage hangs
 _ADDED = "added to the folder, not loaded yet"  # the reason for which a model is not served
 
 logger = logging.getLogger("torchpipe_server")
@@ -79,7 +79,12 @@ class Repository:
         """List the folder for all that ask; those that ask meanwhile may know of newer files."""
         self._listing, self._asking, self._is_listing = self._asking, [], True
         late = FolderUnavailable(f"the folder of models is not listed after {LIST_SECONDS:g} s: its storage hangs")
-        limit = self._loop.call_later(LIST_SECONDS, self._refuse, late)
+
+        def give_up() -> None:
+            logger.error("%s", late)
+            self._refuse(late)
+
+        limit = self._loop.call_later(LIST_SECONDS, give_up)
 
         def answer(listed: tuple[Files, Problems] | Exception) -> None:
             limit.cancel()
