@@ -374,6 +374,20 @@ def test_a_load_that_fails_has_one_code_over_http_and_grpc(tmp_path: Path) -> No
         eventually(lambda: all(line in service.get("metrics")[1] for line in counted))
 
 
+def test_a_list_over_grpc_of_a_folder_that_vanished_is_an_error(tmp_path: Path) -> None:
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    folder, path = written(tmp_path / "models", a=GOOD), "/inference.GRPCInferenceService/RepositoryIndex"
+    with reserved_port() as port, folder_service(folder, "--grpc-port", str(port)) as service:
+        service.wait_started()
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as on:
+            assert b"READY" in on.unary_unary(path)(b"", timeout=WAIT, wait_for_ready=True)
+            folder.rename(tmp_path / "gone")
+            with pytest.raises(grpc.RpcError) as raised:
+                on.unary_unary(path)(b"", timeout=WAIT)
+        assert raised.value.code().name == "UNAVAILABLE"
+        assert "the folder of models cannot be listed" in raised.value.details()
+
+
 def test_a_model_of_two_files_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path, **{"a": "[b]\n[c]\n", "a.b": GOOD})
     with folder_service(folder) as service:
