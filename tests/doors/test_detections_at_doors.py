@@ -278,3 +278,12 @@ def test_query_has_parameters_that_backends_declare(table: House) -> None:
         status, answer = infer_json(table, 20, f"/infer?{query}")
         assert (status, answer["code"]) == (400, "invalid_request"), query
         assert said in answer["error"]
+
+
+@pytest.mark.parametrize("path", ["/infer", "/infer?node_name=undeclared"])
+def test_form_has_parameters_of_the_model_that_it_names(table: House, path: str) -> None:
+    fields = {"threshold": "1.5", "node_name": "finds"}
+    parts = [b'name="file"; filename="a"\r\n\r\n20', *(f'name="{k}"\r\n\r\n{v}'.encode() for k, v in fields.items())]
+    body = b"".join(b"--xyz\r\nContent-Disposition: form-data; %b\r\n" % part for part in parts) + b"--xyz--\r\n"
+    _, answer = ask(table.server.port, body, path, Content_Type="multipart/form-data; boundary=xyz")
+    assert answer["error"] == "threshold 1.5: expected 0 to 1"

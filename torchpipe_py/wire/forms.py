@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from multipart import MultipartError, PushMultipartParser, parse_options_header
@@ -17,12 +17,13 @@ _FILE_KEY = "data"
 
 
 def read_form(
-    content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any], text: Bound, most: int
-) -> list[dict[str, Any]]:
+    content_type: str, body: bytes, parameters: Callable[[Mapping[str, str]], Collection[str]],
+    options: dict[str, Any], text: Bound, most: int,
+) -> list[dict[str, Any]]:  # fmt: skip
     """A dict for each file of the form: the file under ``data``, and the other fields except ``parameters``.
 
-    These go to ``options``, as texts. Raises ``InvalidRequest`` for an invalid form, no file or more than ``most``,
-    and a duplicate field.
+    ``parameters`` gives their names, which depend on the model that the fields name. They go to ``options``, as texts.
+    Raises ``InvalidRequest`` for an invalid form, no file or more than ``most``, and a duplicate field.
     """
     _, arguments = parse_options_header(content_type)
     boundary = arguments.get("boundary", "")
@@ -58,10 +59,9 @@ def read_form(
         raise InvalidRequest("form: a text that is not UTF-8") from None
     if not files:
         raise InvalidRequest("form: no file; an image is one, as in curl -F data=@image.jpg")
-    options.update({name: text for name, text in texts.items() if name in parameters})
-    given = {
-        name: from_text(f"form: {name[:40]!r}", content) for name, content in texts.items() if name not in parameters
-    }
+    known = parameters(texts)
+    options.update({name: text for name, text in texts.items() if name in known})
+    given = {name: from_text(f"form: {name[:40]!r}", content) for name, content in texts.items() if name not in known}
     fields = InputReader(text).read(given)
     for name in ("", _FILE_KEY):
         if name in fields:

@@ -104,7 +104,9 @@ def read_request(
         # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
 
-        names = (*_OPTIONS, *taken(options.get("node_name")))
+        def names(texts: Mapping[str, str]) -> Collection[str]:
+            return (*_OPTIONS, *taken(texts.get("node_name") or options.get("node_name")))
+
         form: dict[str, Any] = {}
         items = list(read_form(content_type, body, names, form, text, most))
         others.update({name: value for name, value in form.items() if name not in _OPTIONS})
