@@ -157,7 +157,7 @@ def test_short_timeout_that_is_exceeded_names_its_unit(server: LocalServer, door
     assert "microseconds" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["my_priority", "time", "user", "note", "headers", "content_type", "model"])
+@pytest.mark.parametrize("name", ["my_priority", "time", "user", "note", "headers", "content_type", "model", "conf"])
 @every_door
 def test_takes_names_that_are_only_similar(server: LocalServer, door: Ask, name: str) -> None:
     assert door(server, {name: 1}) == {name: 1}

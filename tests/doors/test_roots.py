@@ -53,6 +53,14 @@ def test_refuses_input_that_nothing_reads(inputs: Any, reads: Any, given: Any, s
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize("reads", [None, {"parameters"}])
+def test_takes_usual_parameters_for_backends_that_declare_none(reads: Any) -> None:
+    given = {"conf": 0.5}
+    assert Root(Signature((A,)), reads).item({"a": 1}, parameters=given) == {"data": 1, "parameters": given}
+    with pytest.raises(InvalidRequest, match="unknown parameter 'conf'; the model reads none"):
+        Root(Signature((A,)), {"color"}).item({"a": 1}, parameters=given)
+
+
 def test_takes_any_key_for_custom_backends_and_what_is_asked_back() -> None:
     assert Root(Signature((A,)), None).item({"a": 1, "mine": 2}) == {"data": 1, "mine": 2}
     assert Root(Signature((A,)), set()).item({"a": 1, "mine": 2}, ["mine"]) == {"data": 1, "mine": 2}

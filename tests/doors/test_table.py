@@ -626,6 +626,24 @@ def test_parameters_of_a_detector_keep_its_bounds(table: Table, door: str) -> No
     check_each(OF_A_DETECTOR, check)
 
 
+@every_door
+def test_usual_parameters_that_no_backend_reads_are_refused(table: Table, door: str) -> None:
+    """Where a custom backend may read any, they reach it."""
+
+    def check(cell: tuple[str, str, str]) -> None:
+        kind, name, said = cell
+        answer = DOORS[door](table.house, table.asked(kind, parameters={name: 0.5}))
+        assert (answer.code, said in answer.message) == (("invalid_request", True) if said else ("ok", True)), answer
+
+    if not door.startswith("python"):
+        check_each(
+            [("yolo", "conf", "'conf'; did you mean 'threshold'?"), ("yolo", "imgsz", "'imgsz'; valid: class"),
+             ("yolo", "mine", ""), ("texts", "threshold", "'threshold'; the model reads none"), ("texts", "mine", ""),
+             ("nested", "conf", "")],
+            check,
+        )  # fmt: skip
+
+
 # -- late and cancelled ---------------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,19 @@ from typing import Any
 from torchpipe_py.backends.model.inputs import misfit
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, InvalidRequest, UnknownNode, nearest
-from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import (
+    TASK_CONTEXT_KEY,
+    TASK_DATA_KEY,
+    TASK_NODE_NAME_KEY,
+    TASK_PARAMETERS_KEY,
+    TASK_PRIORITY_KEY,
+    TASK_RESULT_KEY,
+)
 from torchpipe_py.plan.folder import FIRST_VERSION
 from torchpipe_py.results import Detections
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire import detections
-from torchpipe_py.wire.parameters import check_near, give
+from torchpipe_py.wire.parameters import check_near, check_usual, give
 from torchpipe_py.wire.values import MOST_VALUES, are_arrays, is_ranking, output_of
 
 _ALWAYS = (TASK_CONTEXT_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY)
@@ -46,8 +53,8 @@ class Root:
         """The dict for the pipe of a request with these inputs: the model's own become ``data``, others are keys.
 
         A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. ``parameters`` are
-        for backends. Raises ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back, and for a
-        parameter whose name is nearly one that backends read.
+        for backends. Raises ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back, and what
+        ``check_parameters`` refuses.
         """
         item = self._inputs_of(given, wanted)
         if node_name is not None:
@@ -55,9 +62,16 @@ class Root:
         if priority is not None:
             item[TASK_PRIORITY_KEY] = priority
         if parameters:
-            check_near(parameters, self.parameters)
+            self.check_parameters(parameters)
             give(item, parameters)
         return item
+
+    def check_parameters(self, given: Collection[str]) -> None:
+        """``InvalidRequest`` for a parameter whose name is nearly one that backends read, or one that detectors usually
+        have, unless a custom backend may read it."""
+        check_near(given, self.parameters)
+        if self._reads is not None and (self.parameters or TASK_PARAMETERS_KEY not in self._reads):
+            check_usual(given, self.parameters)
 
     def _inputs_of(self, given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         own = [name for name in self.names if name in given]

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from torchpipe_py.errors import DecodeError, InvalidRequest, counted, nearest
+from torchpipe_py.errors import DecodeError, InvalidRequest, counted
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import SMALL_BYTES, HttpRequest
@@ -23,7 +23,7 @@ from torchpipe_py.wire.json_values import (
     to_json,
     with_lists,
 )
-from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
+from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, hint_of, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
@@ -158,8 +158,8 @@ def _for_backends(given: Mapping[str, str], taken: Collection[str], text: Bound)
     """The parameters of a query or form. ``InvalidRequest`` for one that no backend declares to read."""
     for name in given:
         if name not in taken:
-            known = nearest(name, (*_OPTIONS, "timing", *taken))
-            raise InvalidRequest(f"unknown parameter {name[:40]!r}; {known}; {_FIELDS}")
+            hint = hint_of(name, taken, (*_OPTIONS, "timing"))
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; {hint}; {_FIELDS}")
     parameters = {name: from_text(f"parameter {name[:40]!r}", value) for name, value in given.items()}
     check_values(parameters, text)
     return parameters

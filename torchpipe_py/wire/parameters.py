@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.keys import TASK_PARAMETERS_KEY
 from torchpipe_py.values import to_strings
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
@@ -24,6 +24,16 @@ MOST_HEADERS, HEADER_BYTES = 32, 4096
 """Limits of the headers of one request that are forwarded: their number, and the bytes of names and values."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _REFUSED = {"sequence_": "a pipe keeps no state between requests", "shared_memory_": NO_SHARED_MEMORY}
+_USUAL = {
+    **dict.fromkeys(("conf", "confidence", "conf_thres", "conf_threshold", "confidence_threshold", "score_thr",
+                     "score_thresh", "score_threshold", "min_score", "threshold"), "threshold"),
+    **dict.fromkeys(("iou", "iou_thres", "iou_thresh", "iou_threshold", "nms", "nms_thres", "nms_threshold"), "iou"),
+    **dict.fromkeys(("max_det", "max_dets", "max_detections"), "max_det"),
+    **dict.fromkeys(("classes", "class_agnostic")),
+    **dict.fromkeys(("agnostic", "agnostic_nms"), "class_agnostic"),
+    **dict.fromkeys(("imgsz", "img_size", "input_size")),
+}  # fmt: skip
+"""Names that detectors have for their parameters here and elsewhere, and the one here, if it differs."""
 _REFUSED_NAMES = ("sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_byte_size")
 
 
@@ -44,7 +54,7 @@ def split(where: str, given: Mapping[str, Any], known: Iterable[str]) -> tuple[d
 
 
 def _check_name(where: str, name: str, known: Iterable[str]) -> None:
-    plain = name[:64].lower().replace("-", "_")
+    plain = _plain(name)
     for prefix, reason in _REFUSED.items():
         if plain.startswith(prefix):
             raise InvalidRequest(f"{where}parameter {name[:40]!r}: {reason}")
@@ -64,9 +74,29 @@ def check_near(given: Iterable[str], known: Collection[str]) -> None:
     """``InvalidRequest`` for a parameter whose name is nearly one of those ``known`` to be read."""
     for name in given if known else ():
         if name not in known:
-            plain = name[:64].lower().replace("-", "_")
-            for near in get_close_matches(plain, known, 1, 0.8):
+            for near in get_close_matches(_plain(name), known, 1, 0.8):
                 raise InvalidRequest(f"unknown parameter {name[:40]!r}; did you mean {near!r}?")
+
+
+def check_usual(given: Iterable[str], known: Collection[str]) -> None:
+    """``InvalidRequest`` for a parameter that detectors usually have, unless it is one of those ``known`` to be read.
+
+    For pipes without custom backends, which may read any.
+    """
+    for name in given:
+        if name not in known and _plain(name) in _USUAL:
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; {hint_of(name, known)}")
+
+
+def hint_of(name: str, known: Collection[str], own: Collection[str] = ()) -> str:
+    """The clause of an error that names what was meant: a parameter of backends, ``known``, or one of the service's."""
+    if (meant := _USUAL.get(_plain(name))) in known:
+        return f"did you mean {meant!r}?"
+    return nearest(name, (*own, *known)) if known or own else "the model reads none"
+
+
+def _plain(name: str) -> str:
+    return name[:64].lower().replace("-", "_")
 
 
 def too_deep() -> InvalidRequest:

@@ -397,6 +397,13 @@ def test_configuration_that_cannot_be_set_up_ends_the_run(here: Path) -> None:
     assert not list(here.glob("out*"))
 
 
+def test_refuses_a_usual_parameter_that_no_backend_reads(here: Path) -> None:
+    write_files(here / "images", a="x")
+    ended = run(*program("demo.toml", "images", "--out", "out.ndjson", "--workers", 1, "--param", "conf=0.6"))
+    assert (ended.returncode, list(here.glob("out*"))) == (2, [])
+    assert "unknown parameter 'conf'; the model reads none" in ended.stderr
+
+
 # --- what is refused, before any process is started
 
 

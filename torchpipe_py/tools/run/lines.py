@@ -97,6 +97,7 @@ class LineMaker:
             plan = plan_pipeline(settings.config, processes=processes)
         self._pipe, self._decoders = pipe(plan), Decoders.of(plan, settings.node_name).in_color("bgr")
         self._roots = Roots(self._pipe, Path(settings.config.source).stem)
+        self._roots.find(settings.node_name).check_parameters(settings.parameters)
         self._has_logged = False
         stats = self._pipe.stats()
         busy = 2 * max(node["instances"] * node["max"] for node in stats["nodes"].values())
