@@ -53,6 +53,23 @@ def test_refuses_input_that_nothing_reads(inputs: Any, reads: Any, given: Any, s
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "reads", "given", "said"),
+    [
+        ([A, B], set(), {"data": 1, "b": 2}, "unknown input 'data'; valid: a, b; it was a file"),
+        ([A, B], None, {"data": 1, "b": 2}, "both 'data', which is the whole input, and its part 'b'; it was a file"),
+        ([A, B], set(), {"data": 1}, "the model has 2 inputs, a, b; it was a file"),
+        ([A], set(), {"data": 1, "c": 2}, "unknown input 'c'; valid: a"),
+    ],
+)
+def test_says_what_became_data(inputs: Any, reads: Any, given: Any, said: str) -> None:
+    root = Root(Signature(tuple(inputs)), reads)
+    with pytest.raises(InvalidRequest) as raised:
+        root.item(given, whole="it was a file")
+    assert str(raised.value) == said
+    assert Root(Signature((A, OPTIONAL))).item({"data": 1}, whole="it was a file") == {"data": 1}
+
+
 @pytest.mark.parametrize("reads", [None, {"parameters"}])
 def test_takes_usual_parameters_for_backends_that_declare_none(reads: Any) -> None:
     given = {"conf": 0.5}

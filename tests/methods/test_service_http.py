@@ -13,7 +13,8 @@ from torchpipe_server.options import Options
 from torchpipe_server.worker.service import usual_service
 
 import torchpipe_py
-from torchpipe_py import Backend, registry
+from torchpipe_py import Backend, Signature, TensorSpec, pipe, registry
+from torchpipe_py.backends.signature import BYTES
 
 IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 JSON = {"Content_Type": "application/json"}
@@ -104,6 +105,36 @@ def test_refuses_invalid_forms(values: LocalServer, parts: Any, said: str):
     status, answer = ask(values.port, body, Content_Type=kind)
     assert (status, answer["code"]) == (400, "invalid_request")
     assert said in answer["error"]
+
+
+class Weighed(Backend):
+    """A model of a picture and a vector."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            item["result"] = sorted(item["data"])
+
+    def signature(self) -> Signature:
+        return Signature((TensorSpec("image", (), BYTES, is_image=True), TensorSpec("vec", (None, 1), "float32")))
+
+
+def test_errors_of_several_inputs_say_what_became_data() -> None:
+    image, vec = ("image", "a.jpg", b"x"), ("vec", None, b"[1]")
+    as_file = "the file of the form's field 'image' is 'data': send several inputs as JSON"
+    as_body = "send several as JSON, with the header Content-Type: application/json"
+    text = json.dumps({"inputs": {"image": {"b64": "eA=="}, "vec": [1]}}).encode()
+    with registry.default.restored() as default:
+        default.register_backend(Weighed, "Weighed")
+        with pipe({"main": {"backend": "Weighed"}}) as run, LocalServer(run) as server:
+            for (body, kind), said in (
+                (form(image, vec), f"both 'data', which is the whole input, and its part 'vec'; {as_file}"),
+                (form(image), f"the model has 2 inputs, image, vec; {as_file}"),
+                ((text, "text/plain"), f"the model has 2 inputs, image, vec; the body is one value: {as_body}"),
+            ):
+                status, answer = ask(server.port, body, Content_Type=kind)
+                assert (status, answer["error"]) == (400, said)
+            answer = ask(server.port, text, Content_Type="application/json")
+            assert answer == (200, {"result": ["image", "vec"]})
 
 
 ARRAY = {"dtype": "uint8", "shape": [1, 2], "data": [1, 2]}

@@ -121,7 +121,7 @@ class HttpHandler:
         """The root that an item enters, and the dict for the pipe. Raises the error in place of its inputs."""
         if isinstance(given, BaseException):
             raise given
-        return self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        return self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters, asked.whole)
 
     def _admit(self, request: HttpRequest, asked: Asked) -> float | None:
         request.model = self._roots.model_of(asked.node_name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchpipe_py.backends.model.inputs import misfit
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import ConfigError, InvalidRequest, UnknownNode, nearest
+from torchpipe_py.errors import ConfigError, InvalidRequest, UnknownNode, counted, nearest
 from torchpipe_py.keys import (
     TASK_CONTEXT_KEY,
     TASK_DATA_KEY,
@@ -39,6 +39,7 @@ class Root:
     def __init__(self, signature: Signature, reads: Collection[str] | None = None, model: str = "") -> None:
         names = [spec.name for spec in signature.inputs]
         self.names = [] if names == [TASK_DATA_KEY] else names
+        self._required = sum(not spec.is_optional for spec in signature.inputs)
         self.outputs = signature.outputs
         self.images = frozenset(spec.name for spec in signature.inputs if spec.is_image)
         self.parameters = signature.parameters
@@ -48,15 +49,16 @@ class Root:
 
     def item(
         self, given: dict[str, Any], wanted: Collection[str] = (), node_name: str | None = None,
-        priority: int | None = None, parameters: Mapping[str, Any] = {},
+        priority: int | None = None, parameters: Mapping[str, Any] = {}, whole: str = "",
     ) -> dict[str, Any]:  # fmt: skip
         """The dict for the pipe of a request with these inputs: the model's own become ``data``, others are keys.
 
-        A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. ``parameters`` are
-        for backends. Raises ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back, and what
-        ``check_parameters`` refuses.
+        A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. ``whole``, for errors,
+        says what became ``data``, if the client did not name it. ``parameters`` are for backends. Raises
+        ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back, and what ``check_parameters``
+        refuses.
         """
-        item = self._inputs_of(given, wanted)
+        item = self._inputs_of(given, wanted, whole)
         if node_name is not None:
             item[TASK_NODE_NAME_KEY] = node_name
         if priority is not None:
@@ -73,20 +75,24 @@ class Root:
         if self._reads is not None and (self.parameters or TASK_PARAMETERS_KEY not in self._reads):
             check_usual(given, self.parameters)
 
-    def _inputs_of(self, given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    def _inputs_of(self, given: dict[str, Any], wanted: Collection[str], whole: str) -> dict[str, Any]:
         own = [name for name in self.names if name in given]
         if own in ([], [TASK_DATA_KEY]):
             if TASK_DATA_KEY not in given:
                 if not given:
                     raise InvalidRequest(f"the request has no inputs; {nearest('', self._own())}")
                 raise self._unknown(next(iter(given)), self._own())
+            if whole and not own and self._required > 1:
+                count = counted(self._required, "input")
+                raise InvalidRequest(f"the model has {count}, {', '.join(self.names)}; {whole}")
             if len(given) > 1:
                 self._check(given, {TASK_DATA_KEY, *wanted})
             return given
         if len(given) > len(own):
-            self._check(given, {*own, *wanted})
+            self._check(given, {*own, *wanted}, whole)
             if TASK_DATA_KEY in given and TASK_DATA_KEY not in self.names:
-                raise InvalidRequest(f"both {TASK_DATA_KEY!r}, which is the whole input, and its part {own[0][:40]!r}")
+                both = f"both {TASK_DATA_KEY!r}, which is the whole input, and its part {own[0][:40]!r}"
+                raise InvalidRequest(f"{both}; {whole}" if whole else both)
         inputs = {name: given[name] for name in own}
         item = {name: value for name, value in given.items() if name not in inputs}
         item[TASK_DATA_KEY] = inputs if len(self.names) > 1 else inputs[own[0]]
@@ -101,18 +107,18 @@ class Root:
         shape = getattr(value, "shape", (1,) * len(spec.dims))  # of texts, a row may be a single one
         raise InvalidRequest(misfit(spec.name, spec.dims[1:], (len(rows), *shape[1:]), spec.rows_mix))
 
-    def _check(self, given: Mapping[str, Any], known: Collection[str]) -> None:
+    def _check(self, given: Mapping[str, Any], known: Collection[str], whole: str = "") -> None:
         if self._reads is None:
             return
         for name in given:
             if name not in known and name not in self._reads and name not in _ALWAYS:
-                raise self._unknown(name, self._known())
+                raise self._unknown(name, self._known(), whole if name == TASK_DATA_KEY else "")
 
-    def _unknown(self, name: str, known: Sequence[str]) -> InvalidRequest:
+    def _unknown(self, name: str, known: Sequence[str], whole: str = "") -> InvalidRequest:
         """The error of an input; a field of a form may have been meant for a parameter."""
         near = get_close_matches(name[:40].lower().replace("-", "_"), self.parameters, 1, 0.8)
         hint = f"did you mean the parameter {near[0]!r}?" if near else nearest(name[:40], known)
-        return InvalidRequest(f"unknown input {name[:40]!r}; {hint}")
+        return InvalidRequest(f"unknown input {name[:40]!r}; {hint}{whole and '; '}{whole}")
 
     def _own(self) -> Sequence[str]:
         return self.names or [TASK_DATA_KEY]
@@ -180,7 +186,7 @@ class Roots:
 
     def item(
         self, given: dict[str, Any], node_name: str | None, priority: int | None, wanted: Collection[str],
-        parameters: Mapping[str, Any] = {},
+        parameters: Mapping[str, Any] = {}, whole: str = "",
     ) -> tuple[Root, dict[str, Any]]:  # fmt: skip
         """The root that a request enters, and the dict for the pipe; raises what ``Root.item`` raises.
 
@@ -188,7 +194,7 @@ class Roots:
         """
         node_name = self._named(given, node_name)
         root = self.find(node_name)
-        return root, root.item(given, wanted, node_name, priority, parameters)
+        return root, root.item(given, wanted, node_name, priority, parameters, whole)
 
     def images(self, given: Mapping[str, Any], node_name: str | None) -> Collection[str]:
         """The inputs that are encoded images, at the root that a request enters; none if there is no such root."""

@@ -19,8 +19,10 @@ _FILE_KEY = "data"
 def read_form(
     content_type: str, body: bytes, parameters: Callable[[Mapping[str, str]], Collection[str]],
     options: dict[str, Any], text: Bound, most: int,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], str]:  # fmt: skip
     """A dict for each file of the form: the file under ``data``, and the other fields except ``parameters``.
+
+    The text is the first file's field.
 
     ``parameters`` gives their names, which depend on the model that the fields name. They go to ``options``, as texts.
     Raises ``InvalidRequest`` for an invalid form, no file or more than ``most``, and a duplicate field.
@@ -29,6 +31,7 @@ def read_form(
     boundary = arguments.get("boundary", "")
     files: list[bytes] = []
     texts: dict[str, str] = {}
+    field = ""
     try:
         with PushMultipartParser(boundary, max_segment_count=most + MOST_FIELDS + 1, strict=True) as parser:
             segment: Any = None
@@ -43,6 +46,7 @@ def read_form(
                 elif segment.filename is not None:
                     if len(files) == most:
                         raise InvalidRequest(f"form: more than {most} files (max_batch)")
+                    field = field if files else str(segment.name)
                     files.append(bytes(content))
                     content.clear()
                 else:
@@ -68,4 +72,4 @@ def read_form(
             raise InvalidRequest(
                 f"form: a field {name!r}; {_FILE_KEY!r} is the file, other fields have names of their own"
             )
-    return [{_FILE_KEY: file, **fields} for file in files]
+    return [{_FILE_KEY: file, **fields} for file in files], field

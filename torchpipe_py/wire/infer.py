@@ -44,7 +44,8 @@ class Asked(msgspec.Struct):
     """A call: the inputs of its items by name, the ``keys`` that are answered, its options, parameters for backends.
 
     ``is_batch``: it is answered with an outcome for each item; else it has one. An item of a batch may be the error of
-    its inputs. ``hint`` is for the answer, should ``data`` hold no image.
+    its inputs. ``hint`` is for the answer, should ``data`` hold no image. ``whole`` says what became ``data``, if the
+    client did not name it.
     """
 
     items: list[Item]
@@ -55,6 +56,7 @@ class Asked(msgspec.Struct):
     priority: int | None = None
     parameters: dict[str, Any] = {}
     is_batch: bool = False
+    whole: str = ""
 
 
 class _Options(msgspec.Struct, gc=False, omit_defaults=True):
@@ -90,7 +92,7 @@ def read_request(
     options, others = _parameters(query) if query else ({}, {})
     items: list[Item]
     more: dict[str, Any] = {}
-    is_batch = False
+    is_batch, whole = False, ""
     deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if kind == "application/json":
         if admit is not None:
@@ -108,19 +110,23 @@ def read_request(
             return (*_OPTIONS, *taken(texts.get("node_name") or options.get("node_name")))
 
         form: dict[str, Any] = {}
-        items = list(read_form(content_type, body, names, form, text, most))
+        given, field = read_form(content_type, body, names, form, text, most)
+        items = [*given]
+        whole = f"the file of the form's field {field[:40]!r} is 'data': send several inputs as JSON"
         others.update({name: value for name, value in form.items() if name not in _OPTIONS})
         options.update({name: value for name, value in form.items() if name in _OPTIONS})
         is_batch = len(items) > 1
     else:  # whatever the type: `curl --data-binary` sends that of a form
         items = [{"data": body}]
+        whole = "the body is one value: send several as JSON, with the header Content-Type: application/json"
     if others:
         more = {**_for_backends(others, taken(options.get("node_name")), text), **more}
     parameters = headers.add_to(more, fields)
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:
-        return _asked(items, {"priority": priority, "deadline_ms": deadline, **options}, hint, parameters, is_batch)
-    return Asked(items, ["result"], None, hint, None, None, parameters, is_batch)
+        known = {"priority": priority, "deadline_ms": deadline, **options}
+        return _asked(items, known, hint, parameters, is_batch, whole)
+    return Asked(items, ["result"], None, hint, None, None, parameters, is_batch, whole)
 
 
 def is_long_json(request: HttpRequest) -> bool:
@@ -286,8 +292,9 @@ def _item(given: Any, reader: InputReader, images: Images, node_name: str | None
 
 
 def _asked(
-    items: list[Item], options: Mapping[str, Any], hint: str, parameters: dict[str, Any], is_batch: bool
-) -> Asked:
+    items: list[Item], options: Mapping[str, Any], hint: str, parameters: dict[str, Any], is_batch: bool,
+    whole: str = "",
+) -> Asked:  # fmt: skip
     outputs = options.get("outputs") or "result"
     keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
@@ -299,8 +306,8 @@ def _asked(
             raise InvalidRequest("node_name is not a text")
         check_name("node_name", node_name)
     priority = None if options.get("priority") is None else priority_of(options["priority"])
-    names = list(dict.fromkeys(keys))
-    return Asked(items, names, milliseconds(options["deadline_ms"]), hint, node_name, priority, parameters, is_batch)
+    deadline, names = milliseconds(options["deadline_ms"]), list(dict.fromkeys(keys))
+    return Asked(items, names, deadline, hint, node_name, priority, parameters, is_batch, whole)
 
 
 def priority_in(data: Mapping[str, Any]) -> int:

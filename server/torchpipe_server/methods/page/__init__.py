@@ -96,7 +96,9 @@ class PageHandler:
         given = asked.items[0] if asked.items else None
         if not isinstance(given, dict):
             raise given or InvalidRequest("no image to try")
-        root, given = self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        root, given = self._roots.item(
+            given, asked.node_name, asked.priority, asked.keys, asked.parameters, asked.whole
+        )
         request.model = root.model
         root_name = given.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(given), root_name, request.arrived)
