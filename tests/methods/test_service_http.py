@@ -233,6 +233,10 @@ MANY_LISTS = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data":
         (MANY_LISTS, "/infer", JSON, 413, "too_large", "JSON of more than 65536 lists and objects: write arrays flat"),
         (LONG_TEXT, "/infer", JSON, 413, "too_large", "text of 1048577 characters or more; the limit is 1048576"),
         (b"", "/infr", {}, 404, "not_found", "no /infr; did you mean '/infer'?"),
+        (b"", "/infer/det", {}, 404, "not_found", "no /infer/det; a model is named in the query: /infer?node_name=det"),
+        (IMAGE, "/infer", JSON, 400, "invalid_request", "a picture, not JSON: send it without Content-Type"),
+        (IMAGE, "/v2/models/test/infer", {}, 400, "invalid_request", "a picture, not JSON: POST /infer takes one"),
+        (b"\xff", "/v2/models/test/infer", {}, 400, "invalid_request", "JSON: 'utf-8' codec"),
         (b"", "/metrics", {}, 404, "not_found", "--http-port opens a port for monitoring"),
     ],
 )

@@ -18,6 +18,7 @@ from torchpipe_py.wire.http import UNROUTED, HttpAnswer, HttpRequest
 OK = "ok"
 JSON = "application/json"
 _GRPC = "gRPC "  # before the names of methods, as labels
+_INFER = "/infer"
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
@@ -175,7 +176,10 @@ class Routes:
         path = request.path[:80]
         if not allowed:
             elsewhere = next((hint for known, hint in self._elsewhere.items() if fnmatchcase(path, known)), "")
-            return RouteError(f"no {path}; {elsewhere}{elsewhere and '; '}{nearest(path, self._near(path))}")
+            near, (begin, _, name) = nearest(path, self._near(path)), path.rpartition("/")
+            if begin == _INFER and name and ("POST", _INFER) in self._fixed:
+                near = f"a model is named in the query: {_INFER}?node_name={name}"
+            return RouteError(f"no {path}; {elsewhere}{elsewhere and '; '}{near}")
         verbs = sorted(allowed | {"HEAD"} if "GET" in allowed else allowed)
         return RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)
 

@@ -24,6 +24,7 @@ from torchpipe_py.wire.json_values import (
     with_lists,
 )
 from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, hint_of, split
+from torchpipe_py.wire.pictures import is_picture
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
@@ -230,7 +231,12 @@ def _read_json(
     body: bytes, options: dict[str, Any], text: Bound, images: Images, most: int
 ) -> tuple[list[Item], dict[str, Any], bool]:
     """The items, the parameters for backends, and whether it is a batch; options of the service go to ``options``."""
-    value = parse_json(body)
+    try:
+        value = parse_json(body)
+    except InvalidRequest:
+        if is_picture(body):
+            raise InvalidRequest("the body is a picture, not JSON: send it without Content-Type") from None
+        raise
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), (dict, list)):
         raise InvalidRequest(_EXPECTED)
     for key in value:

@@ -17,9 +17,16 @@ _JSON = "application/json"
 _NAMES = {PNG: (PNG,), JPEG: (JPEG, "image/jpg")}
 _ENDINGS = {PNG: ".png", JPEG: ".jpg"}
 _STARTS = {PNG: b"\x89PNG\r\n\x1a\n", JPEG: b"\xff\xd8\xff"}
+_OTHER_STARTS = (b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _MOST_RATIO = {PNG: 1032, JPEG: 192}
 """Most bytes of pixels per byte of a file: the limit of deflate, and 16x16 pixels in 32 bits."""
 _SMALLER = "ask for image/jpeg, or for a smaller image"
+
+
+def is_picture(body: bytes) -> bool:
+    """Whether the first bytes are those of an image file."""
+    in_container = (body[:4], body[8:12]) == (b"RIFF", b"WEBP") or body[4:8] == b"ftyp"
+    return in_container or body.startswith((*_STARTS.values(), *_OTHER_STARTS))
 
 
 class NotAcceptableError(NoResult):

@@ -311,3 +311,18 @@ def test_answers_repository_requests_after_supervisor_died(tmp_path: Path) -> No
         for _ in range(2):
             assert json.loads(client.read().body) == [served("a")], "what this worker serves"
         assert json.loads(client.read().body)["error"] == "the supervisor is gone"
+
+
+@pytest.mark.parametrize("start", ["ffd8ffe0", "89504e470d0a1a0a", "524946460000000057454250", "0000001c66747970"])
+def test_picture_is_refused_with_the_path_that_takes_it(start: str) -> None:
+    config = {name: {"backend": "Identity"} for name in ("det", "other")}
+    with pipe(config) as run, LocalServer(run) as server:
+        for size in (100, 2**17):
+            body = bytes.fromhex(start).ljust(size, b"\0")
+            status, answer = ask(server.port, body, "/v2/models/det/infer")
+            path = "/infer?node_name=det"
+            assert (status, answer["error"]) == (
+                400,
+                f"the body is a picture, not JSON: POST {path} takes one as it is",
+            )
+            assert ask(server.port, body, path)[0] == 200

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
+from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, OpenInference, RepositoryError, shared_memory
 from torchpipe_py.methods.oip.http import answer, read_index, read_infer, read_parameters, takes_long
@@ -15,6 +16,7 @@ from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_l
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.pictures import is_picture
 
 _MODEL = "/v2/models/{model}"
 
@@ -91,9 +93,19 @@ class OipHandler:
         model = self._core.models.find(unquote(parameters["model"]), unquote(parameters.get("version", "")))
         request.model = model.key
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
-        asked = read_infer(request.take_body(), request.fields, self._limits, model.images, admit)
+        asked = self._read(request, model, admit)
         request.check_client()
         return self._core.infer(model, asked, self, began, done)
+
+    def _read(self, request: HttpRequest, model: Model, admit: Callable[..., object] | None) -> InferRequest:
+        body = request.take_body()
+        try:
+            return read_infer(body, request.fields, self._limits, model.images, admit)
+        except InvalidRequest:
+            if not is_picture(body):
+                raise
+        path = "/infer" if model.node_name is None else f"/infer?node_name={quote(model.node_name, '')}"
+        raise InvalidRequest(f"the body is a picture, not JSON: POST {path} takes one as it is")
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> HttpAnswer:
         """See ``Codec``."""
