@@ -220,7 +220,8 @@ def split_texts(where: str, data: bytes) -> list[bytes]:
         if end <= len(data):
             start, end = end, end + LENGTH.unpack_from(data, start)[0]
         if end > len(data):
-            raise InvalidRequest(f"{where}element [{len(elements)}] ends at byte {end}, there are {len(data)}")
+            ends = f"element [{len(elements)}] ends at byte {end}, there are {len(data)}"
+            raise InvalidRequest(f"{where}{ends}; each begins with its length in 4 bytes, little-endian")
         if len(elements) == MOST_TEXTS:
             raise InvalidRequest(f"{where}more than {MOST_TEXTS} texts")
         elements.append(bytes(data[start:end]))

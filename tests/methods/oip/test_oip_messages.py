@@ -225,7 +225,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a negative size": (binary_of(-8), "binary_data_size -8", bytes(8)),
     "a size and data": (binary_of(8, data=[1, 2]), "both data and binary_data_size", bytes(8)),
     "an element that is cut": (
-        binary_of(5, datatype="BYTES", shape=[1]), "element [0] of 1 ends at byte 6, binary_data_size is 5",
+        binary_of(5, datatype="BYTES", shape=[1]),
+        "element [0] of 1 ends at byte 6, there are 5; each element of BYTES begins with its length",
         b"\x02\0\0\0a",
     ),
     "a huge element": (binary_of(5, datatype="BYTES", shape=[1]), "ends at byte 4294967299", b"\xff\xff\xff\xffa"),

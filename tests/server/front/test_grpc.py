@@ -92,6 +92,9 @@ WRONG = {
     "contents field must not be specified when using raw_input_contents for": tensor(
         "INT8", (1, 1), [b"1", b"1"], contents={"int_contents": [1]}
     ),
+    "there are 8; each element of BYTES begins with its length in 4 bytes": tensor(
+        "BYTES", (1,), [b"\xff\xd8\xff\xe0JFIF"]
+    ),
     "2000 dimensions": tensor("FP32", [1] * 2_000, [b"1234"]),
     "shape [1, 3] does not fit 2 numbers": tensor("FP32", (1, 3), contents={"fp32_contents": [1, 2]}),
     "int8 has -128..127": tensor("INT8", (1, 1), contents={"int_contents": [999]}),

@@ -34,6 +34,7 @@ DATATYPES = (*NUMBERS, BF16, BYTES)
 OF_DTYPE = {name: datatype for datatype, name in NUMBERS.items()} | {"bfloat16": BF16, "bytes": BYTES}
 
 _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
+_BEFORE_EACH = "each element of BYTES begins with its length in 4 bytes, little-endian"
 
 
 class Form(NamedTuple):
@@ -124,11 +125,11 @@ def _binary_elements(form: Form, data: memoryview) -> Iterator[bytes]:
             start, end = end, end + _LENGTH.unpack_from(data, start)[0]
         if end > len(data):
             where = f"{form.where}element [{index}] of {count}"
-            raise InvalidRequest(f"{where} ends at byte {end}, binary_data_size is {len(data)}")
+            raise InvalidRequest(f"{where} ends at byte {end}, there are {len(data)}; {_BEFORE_EACH}")
         yield bytes(data[start:end])
         start = end
     if start != len(data):
-        raise InvalidRequest(f"{form.where}{len(data) - start} bytes behind its last element")
+        raise InvalidRequest(f"{form.where}{len(data) - start} bytes behind its last element; {_BEFORE_EACH}")
 
 
 def only_element(data: Any) -> bytes | None:
