@@ -73,7 +73,8 @@ def to_value(name: str, value: Any) -> Any:
         if other is None:
             return IDL.Value(tensors=[_to_tensor(name, item) for item in value])
         kind = type(value[other]).__name__
-        raise InvalidRequest(f"{name}[{other}]: a list cannot contain a {kind}, only arrays or numbers")
+        hint = "; send several files with infer_many" if kind in ("bytes", "bytearray", "memoryview") else ""
+        raise InvalidRequest(f"{name}[{other}]: a list cannot contain a {kind}, only arrays or numbers{hint}")
     kinds = "bytes, text, numbers, arrays and lists of arrays or numbers"
     raise InvalidRequest(f"{name}: a {type(value).__name__} cannot be sent; supported: {kinds}")
 

@@ -122,6 +122,7 @@ def test_infer_many_runs_any_pipeline(make):
         ("infer_many", [{"data": 1}], r"^images: expected a list of bytes or dicts, got dict$"),
         ("infer_many", [[b"a"], {"outputs": "result"}], r"^outputs: expected a list of keys, as \['result'\]"),
         ("infer", [{"data": ["a", "b"]}], r"^inputs\['data'\]\[0\]: a list cannot contain a str"),
+        ("infer", [{"data": [b"a", b"b"]}], "a list cannot contain a bytes, .*; send several files with infer_many$"),
         ("infer", [{"data": [1, "a"]}], r"a list of numbers with an element that is not a number of at most 64 bits"),
         ("infer", [{"data": [2**64]}], r"a list of numbers with an element that is not a number of at most 64 bits"),
         ("infer", [{"data": [-1, 2**63]}], r"^inputs\['data'\]: an integer of more than 64 bits"),

@@ -97,6 +97,16 @@ def test_text_that_is_not_an_image_is_refused(house: House, door: str, wrong: st
     assert said in answer.message
 
 
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_tensor_for_a_decoder_is_refused(house: House, door: str) -> None:
+    for shape in ((1, 3, 4, 4), (1, 4, 4, 3)):
+        answer = doors.DOORS[door](house, doors.Asked("decoder", {"data": np.zeros(shape, "f4")}, ["result"]))
+        assert answer.code == "invalid_request"
+        said = f"a tensor of {'x'.join(map(str, shape))}; send the bytes of a file"
+        assert ("is the dict one of an earlier call" if door.startswith("python") else said) in answer.message
+        assert ("Python" in answer.message) == door.startswith("python")
+
+
 @every_json_door
 def test_text_stays_text_where_no_image_is_declared(house: House, door: str) -> None:
     answer = asking(house, door, FORMS["data URI"], "any")

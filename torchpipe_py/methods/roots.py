@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from torchpipe_py.backends.model.inputs import misfit
-from torchpipe_py.backends.signature import Signature
+from torchpipe_py.backends.signature import Signature, shown_dims
 from torchpipe_py.errors import ConfigError, InvalidRequest, UnknownNode, counted, nearest
 from torchpipe_py.keys import (
     TASK_CONTEXT_KEY,
@@ -58,6 +58,8 @@ class Root:
         ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back, and what ``check_parameters``
         refuses.
         """
+        if self._reads is not None:  # a custom backend may take others than it declares
+            self._check_images(given)
         item = self._inputs_of(given, wanted, whole)
         if node_name is not None:
             item[TASK_NODE_NAME_KEY] = node_name
@@ -74,6 +76,13 @@ class Root:
         check_near(given, self.parameters)
         if self._reads is not None and (self.parameters or TASK_PARAMETERS_KEY not in self._reads):
             check_usual(given, self.parameters)
+
+    def _check_images(self, given: Mapping[str, Any]) -> None:
+        for name in self.images:
+            value: Any = given.get(name)
+            if hasattr(value, "detach"):
+                got = f"got a tensor of {shown_dims(value.shape)}"
+                raise InvalidRequest(f"input {name[:40]!r} takes an encoded image, {got}; send the bytes of a file")
 
     def _inputs_of(self, given: dict[str, Any], wanted: Collection[str], whole: str) -> dict[str, Any]:
         own = [name for name in self.names if name in given]

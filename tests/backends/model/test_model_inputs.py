@@ -45,6 +45,15 @@ def weighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return onnx_node(save_model(path, nodes, dims, outputs, {"axes": np.array([2, 3])}), max=4)
 
 
+def test_encoded_picture_for_a_model_names_a_decoder(weighted: Data) -> None:
+    with pipe(weighted) as run:
+        for data, is_picture in ((b"\xff\xd8\xff\xe0", True), (b"no picture", False)):
+            error = run({"data": {"img": data, "meta": [1, 2, 4]}})["error"]
+            assert isinstance(error, InvalidRequest)
+            assert "tensor, got bytes" in str(error)
+            assert str(error).endswith("DecodeMat and Mat2Tensor before the model") is is_picture
+
+
 def test_inputs_by_order_and_by_name_are_the_same(weighted: Data) -> None:
     mat = picture(6, 8)
     image = torch.from_numpy(mat).permute(2, 0, 1).float()

@@ -135,14 +135,12 @@ def _instead_of(value: Any) -> str:
     if hasattr(value, "detach"):
         shape = "x".join(map(str, value.shape))
         if value.ndim == 4:
-            return f" of {shape}; {_USED}"
-        return (
-            f" of {shape}; send the bytes of the file, or in Python pass tensor.numpy(): of HxWxC a Mat, uint8 and BGR"
-        )
+            return f" of {shape}; send the bytes of the file; {_USED}"
+        return f" of {shape}; send the bytes of the file; in Python pass a Mat, as of tensor.numpy(): HxWxC, uint8, BGR"
     return f"; {_USED}" if isinstance(value, tuple) else ""
 
 
-_USED = "is the dict one of an earlier call? Each request needs a dict of its own"
+_USED = "in Python, is the dict one of an earlier call? Each request needs a dict of its own"
 
 
 # -- resizing and placing ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torchpipe_py.backends.image.mat import UINT8
 from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
 from torchpipe_py.errors import InvalidRequest, counted, first_line, nearest, quoted, shown
 from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.wire.pictures import is_picture
 
 
 def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
@@ -281,12 +282,19 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
+def undecoded(value: Any) -> str:
+    """A hint for an encoded picture in place of a tensor; empty for other values."""
+    if not (isinstance(value, bytes) and is_picture(value)):
+        return ""
+    return ", an encoded picture: the pipeline needs DecodeMat and Mat2Tensor before the model"
+
+
 def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
     """``to_numpy``; ``InvalidRequest`` if ``value`` is not a tensor."""
     try:
         return to_numpy(_adopted(value))
     except AttributeError:
-        raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None
+        raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}{undecoded(value)}") from None
     except (TypeError, NotImplementedError) as error:  # a sparse tensor, or one without data
         raise InvalidRequest(f"input {name!r}: {first_line(error)}") from None
 
@@ -377,7 +385,8 @@ class InputSpec:
         try:
             shape = tuple(value.shape)
         except AttributeError:
-            raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
+            got = f"{type(value).__name__}{undecoded(value)}"
+            raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got {got}") from None
         if len(shape) == (3 if self.dims is None else len(self.dims)):
             return shape  # C×H×W is taken as 1×C×H×W
         if self.dims is None and len(shape) == 1 and shape[0] > 1:
