@@ -43,7 +43,7 @@ def test_own_names_become_data_and_others_keys(inputs: Any, given: Any, expected
         ([], set(), {"dta": 1}, "unknown input 'dta'; did you mean 'data'?"),
         ([A], None, {"a": 1, "data": 2}, "both 'data', which is the whole input, and its part 'a'"),
         ([A], {"max_box"}, {"a": 1, "Max-Dets": 2}, "unknown input 'Max-Dets'; did you mean the parameter 'max_det'?"),
-        ([A], set(), {"max_det": 2}, "unknown input 'max_det'; did you mean the parameter 'max_det'?"),
+        ([A], set(), {"max_det": 2}, "unknown input 'max_det'; it is a parameter, which goes into 'parameters'"),
         ([A], set(), {}, "the request has no inputs; valid: a"),
     ],
 )

@@ -124,9 +124,12 @@ class Root:
                 raise self._unknown(name, self._known(), whole if name == TASK_DATA_KEY else "")
 
     def _unknown(self, name: str, known: Sequence[str], whole: str = "") -> InvalidRequest:
-        """The error of an input; a field of a form may have been meant for a parameter."""
+        """The error of an input, which may have been meant for a parameter."""
         near = get_close_matches(name[:40].lower().replace("-", "_"), self.parameters, 1, 0.8)
-        hint = f"did you mean the parameter {near[0]!r}?" if near else nearest(name[:40], known)
+        if name in self.parameters:
+            hint = "it is a parameter, which goes into 'parameters'"
+        else:
+            hint = f"did you mean the parameter {near[0]!r}?" if near else nearest(name[:40], known)
         return InvalidRequest(f"unknown input {name[:40]!r}; {hint}{whole and '; '}{whole}")
 
     def _own(self) -> Sequence[str]:
