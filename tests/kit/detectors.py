@@ -22,11 +22,13 @@ from torchpipe_py.registry import default
 SIZES: list[Size] = [(320, 416), (333, 500), (1, 700), (7, 3), (1080, 1921), (641, 479), (100, 100), (45, 2000)]
 
 
-def made(name: str, outputs: Sequence[TensorSpec] = (), model: Any = None, labels: str = "", **keys: Any) -> Any:
-    """A postprocessor with these keys of its node, for a model that declares these outputs."""
+def made(
+    name: str, outputs: Sequence[TensorSpec] = (), model: Any = None, labels: str = "", most: int = 4, **keys: Any
+) -> Any:
+    """A postprocessor with these keys of its node, for a model that declares these outputs; ``most`` is ``max``."""
     cls: Any = default.find_postprocessor(name)
     own = {key: param.default for key, param in declared(cls).items()}
-    config = {"labels": labels, "k": 5, "threshold": 0.5, "max": 4, "model": model}
+    config = {"labels": labels, "k": 5, "threshold": 0.5, "max": most, "model": model}
     post = make_postprocessor(cls, config, {**own, **keys})
     post.fit(outputs)
     return post

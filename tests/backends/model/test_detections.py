@@ -125,7 +125,9 @@ def test_yolo_boxes_in_rows_are_those_in_channels(forward: Any, name: str, tmp_p
         (result,) = forward(post, [output.transpose(1, 2).contiguous()], [letterboxed(SIZES[1], INPUT)])
         assert len(result) > 3
         same(result, wanted)
-    with pytest.raises(ConfigError, match=r"takes rows with labels only, .* from YOLOv5's .Yolo5Boxes.: set labels"):
+    with pytest.raises(
+        ConfigError, match=r", or rows NxAx.4.C. with labels only, .* from YOLOv5's .Yolo5Boxes.: set labels"
+    ):
         made("YoloBoxes", [TensorSpec("rows", (None, 1200, 7), "float32")])
     with pytest.raises(ConfigError, match=r"reads 4 classes from the outputs, and .*labels.txt has 3 labels"):
         made("YoloBoxes", [TensorSpec("rows", (None, 1200, 8), "float32")], labels=str(labels))
@@ -207,7 +209,7 @@ def test_boxes_scores_labels_in_any_order(forward: Any, order: Any, batch: bool,
     specs = [
         TensorSpec(name, tuple(each.shape), str(each.dtype)[6:]) for name, each in zip(names, outputs, strict=True)
     ]
-    post = made("BoxesScoresLabels", [specs[index] for index in order])
+    post = made("BoxesScoresLabels", [specs[index] for index in order], most=4 if batch else 1)
     (result,) = forward(post, [outputs[index] for index in order], [letterboxed(INPUT, INPUT)])
     same(result, Detections(np.array([[5, 6, 7, 8]]), np.array([0.8]), np.array([7])))
 
@@ -269,23 +271,46 @@ def test_none_found_is_an_empty_result(forward: Any) -> None:
 def test_layout_is_found_by_the_shapes(shapes: Any, layout: str) -> None:
     names = ("labels", "scores") if len(shapes) == 3 else ("", "")
     specs = [TensorSpec(name, dims) for name, dims in zip(("boxes", *names), shapes, strict=False)]
-    assert type(made("Boxes", specs).layout).__name__ == layout
+    most = 4 if len(shapes[0]) == 3 else 1
+    assert type(made("Boxes", specs, most=most).layout).__name__ == layout
+
+
+MAP = (None, 3, 96, 128)
+"""The output of a segmenter."""
+EVERY = (
+    *("YoloBoxes", "Yolo5Boxes", "EndToEndBoxes", "DetrBoxes", "BoxesScoresLabels", "Boxes"),
+    *("YoloSegments", "YoloPose"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "problem"),
     [
         ("Boxes", [(None, None, 6)], "can be read in more than one way: name Yolo5Boxes or EndToEndBoxes"),
-        ("Boxes", [(1, 1000)], "Boxes takes an output Nx.4.C.xA.*, or takes an output Nx"),
+        ("Boxes", [(1, 1000)], "Boxes takes an output Nx.4.C.xA.*, or an output Nx.*; the model has y0 1x1000;"),
         ("Boxes", [(1, 100, 50), (1, 100, 4)], 'there are no labels: set activation = "softmax" or "sigmoid"'),
-        ("YoloBoxes", [(1, 25200, 85)], "YoloBoxes takes an output Nx.* has y0 1x25200x85, or takes rows.*Yolo5"),
+        ("YoloBoxes", [(1, 25200, 85)], "YoloBoxes takes an output Nx.*, or rows .*Yolo5.*; the model has y0 1x25200"),
         ("YoloBoxes", [], ""),
         ("YoloBoxes", [(None, None, None)], ""),
         ("Boxes", [(None, None, None)], ""),
         ("Yolo5Boxes", [(1, 84, 8400)], "Yolo5Boxes takes an output NxAx"),
         ("EndToEndBoxes", [(1, 300, 7)], "EndToEndBoxes takes an output NxKx6"),
-        ("DetrBoxes", [(1, 8400, 84)], "DetrBoxes takes two outputs.*, or takes an output NxQx6"),
+        ("DetrBoxes", [(1, 8400, 84)], "DetrBoxes takes two outputs.*, or an output NxQx6"),
         ("BoxesScoresLabels", [(1, 300, 4), (1, 300)], "BoxesScoresLabels takes three outputs"),
+        ("BoxesScoresLabels", [(1, 300, 4), (1, 100), (1, 100)], "BoxesScoresLabels takes three outputs"),
+        ("BoxesScoresLabels", [(1, None, None), (1, None), (1, None)], ""),
+        ("DetrBoxes", [(1, 300, None), (1, 300, None)], ""),
+        *[(name, [MAP], rf"{name} takes .*; the model has y0 \?x3x96x128") for name in EVERY],
+        *[(name, [(None, 3, None, None)], rf"{name} takes .*; the model has y0 \?x3x\?x\?") for name in EVERY],
+        *[(name, [(None, 1000)], rf"{name} takes .*; the model has y0 \?x1000") for name in EVERY],
+        ("Boxes", [MAP, (None, 5)], "Boxes takes two outputs.*, or three outputs"),
+        ("YoloSegments", [MAP, (None, 5)], "YoloSegments takes boxes with coefficients"),
+        ("YoloSegments", [(None, None, None), (None, None, None, None)], ""),
+        ("YoloBoxes", [(None, 3, None)], "YoloBoxes takes .* has y0 .x3x."),
+        ("Yolo5Boxes", [(None, None, 3)], "Yolo5Boxes takes .* has y0 .x.x3"),
+        ("EndToEndBoxes", [(None, None, 5)], "EndToEndBoxes takes .* has y0 .x.x5"),
+        ("EndToEndBoxes", [(None, None, None)], ""),
+        ("YoloPose", [(None, None, None)], ""),
     ],
 )  # fmt: skip
 def test_refuses_outputs_of_another_layout(name: str, shapes: Any, problem: str) -> None:
@@ -295,6 +320,41 @@ def test_refuses_outputs_of_another_layout(name: str, shapes: Any, problem: str)
         return
     with pytest.raises(ConfigError, match=problem):
         made(name, specs)
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "shapes"),
+    [
+        ("YoloBoxes", [(None, 7, None)], [(2, 3, 96, 128)]),
+        ("YoloBoxes", [(None, 7, None)], [(2, 5, 40)]),
+        ("Yolo5Boxes", [(None, None, 7)], [(2, 40, 5)]),
+        ("EndToEndBoxes", [(None, None, 6)], [(2, 40, 4)]),
+        ("DetrBoxes", [(None, None, 4), (None, None, 92)], [(2, 10, 4), (2, 5, 92)]),
+        ("DetrBoxes", [(None, None, 6)], [(2, 10, 4)]),
+        ("DetrBoxes", [(None, None, 4), (None, None, 92)], [(2, 10, 4)]),
+        ("BoxesScoresLabels", [(None, None, 4), (None, None), (None, None)], [(2, 9, 4), (2, 5), (2, 9)]),
+        ("YoloSegments", [(None, 9, None), (None, 3, None, None)], [(2, 9, 84), (2, 2, 8, 8)]),
+        ("YoloSegments", [(None, 9, None), (None, 3, None, None)], [(2, 9, 84), (2, 3, 0, 8)]),
+        ("YoloPose", [(None, 17, None)], [(2, 14, 84)]),
+    ],
+)
+def test_a_batch_of_other_shapes_is_an_error_that_names_them(
+    forward: Any, name: str, declared: Any, shapes: Any
+) -> None:
+    """As of a file whose declaration is wrong, or TorchScript, which declares nothing."""
+    names = ("boxes", "scores", "labels")
+    post = made(name, [TensorSpec(each, dims) for each, dims in zip(names, declared, strict=False)])
+    outputs = [torch.zeros(shape) for shape in shapes]
+    given = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    with pytest.raises(BackendError, match=f"model model: {name} reads N.*, and the model gave {given}$"):
+        forward(post, outputs, [letterboxed(INPUT, INPUT)] * 2)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("shape", [(2, 3, 96, 128), (2, 3), (2,), ()])
+def test_outputs_of_a_model_that_declares_none_are_checked(forward: Any, name: str, shape: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} takes .*; the model has "):
+        forward(made(name), [torch.zeros(shape)], [letterboxed(INPUT, INPUT)] * 2)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -506,6 +566,16 @@ def test_check_and_pipe_refuse_what_does_not_fit_the_model(tmp_path: Path) -> No
         for build in (plan_pipeline, pipe):
             with pytest.raises(ConfigError, match=problem):
                 build(detector(path, **keys))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_check_and_pipe_refuse_a_segmenter_with_a_detectors_postprocessor(name: str, tmp_path: Path) -> None:
+    from torchpipe_py.plan.build import plan_pipeline
+
+    path = constant_model(tmp_path / "segmenter.onnx", {"logits": np.zeros((1, 3, 96, 128))})
+    for build in (plan_pipeline, pipe):
+        with pytest.raises(ConfigError, match=f"{name} takes .*; the model has logits .x3x96x128"):
+            build(detector(path, postprocessor=name))
 
 
 def test_postprocessor_gets_the_dicts_if_it_asks_for_them(tmp_path: Path, restored: Registry) -> None:

@@ -180,7 +180,7 @@ def test_nan_among_prototypes_is_an_error(forward: Any) -> None:
 
 
 def test_refuses_outputs_without_prototypes() -> None:
-    problem = "YoloSegments takes boxes with coefficients and prototypes NxMxhxw, and there is y"
+    problem = "YoloSegments takes boxes with coefficients and prototypes NxMxhxw; the model has y"
     with pytest.raises(ConfigError, match=problem):
         made("YoloSegments", [TensorSpec("y", (1, 84, 8400))])
     with pytest.raises(ConfigError, match="YoloSegments takes an output"):

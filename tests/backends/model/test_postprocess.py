@@ -136,6 +136,13 @@ def test_refuses_outputs_and_labels_that_do_not_fit(forward: Forward, labels: st
         forward(make(cls, {}), [LOGITS[:, 0]])
 
 
+@pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, L2Normalize])
+@pytest.mark.parametrize("shape", [(3,), (3, 0)])
+def test_refuses_outputs_without_numbers_for_each_item(forward: Forward, cls: type, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{cls.__name__} takes an output NxC, got "):
+        forward(make(cls, {}), [torch.zeros(shape)])
+
+
 @pytest.mark.parametrize(("iou", "kept"), [(0.5, [0, 1]), (0.499, [0])])
 def test_box_is_dropped_by_more_than_the_threshold(iou: float, kept: list[int]) -> None:
     """As ``torchvision.ops.nms`` has it: this overlap is 0.5 to the bit."""

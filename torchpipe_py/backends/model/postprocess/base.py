@@ -11,7 +11,7 @@ from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.image.geometry import Size
 from torchpipe_py.backends.image.original import WayBack, way_back
 from torchpipe_py.backends.params import REQUIRED, Param, Postprocessors
-from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import BackendError, ConfigError, nearest
 from torchpipe_py.registry import register_hint
 
@@ -72,6 +72,11 @@ class Origin:
     def not_finite(self, what: str) -> BackendError:
         """The error of an item that has NaN or infinity among ``what`` of the output."""
         return BackendError(f"{self._place}output {self.output!r} has {what} that are not finite numbers")
+
+    def misfit(self, reads: str, shapes: Sequence[Sequence[int]]) -> BackendError:
+        """The error of a batch whose outputs have other ``shapes`` than those that a postprocessor ``reads``."""
+        given = ", ".join(map(shown_dims, shapes)) or "no output"
+        return BackendError(f"{self._place}{reads}, and the model gave {given}")
 
     def way_back(self, item: Data, size: Size) -> WayBack:
         """The way from the image of ``size`` that the model got to the original; ``BackendError`` if it is unknown."""

@@ -137,6 +137,8 @@ class OfClasses(Postprocessor):
     def check(self, shape: Sequence[int | None]) -> None:
         """``ConfigError`` for a first output of this shape: not N×C, too few classes, another number than of labels."""
         name = type(self).__name__
+        if self.takes_rows and (len(shape) < 2 or 0 in shape[1:]):
+            raise ConfigError(f"{name} takes an output NxC, got {shown_dims(shape)}")
         if self.takes_planes and len(shape) > 2:
             if self._labels is not None:
                 raise ConfigError(f"{name} of an output NxCx… gives class indices: leave 'labels' out")
@@ -187,6 +189,7 @@ class SoftmaxCpu(OfClasses):
         return self.rows(self.on_device(outputs)[0], "scores")
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
         return [_softmax(outputs[0])]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:

@@ -28,11 +28,14 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     Listed,
     Model,
     Objects,
+    OpenShapeError,
+    OtherShapeError,
     Size,
     Yolo,
     Yolo5,
     YoloRows,
     is_rtdetr,
+    shown_outputs,
 )
 from torchpipe_py.backends.model.postprocess.nms import NO_BOXES, suppress
 from torchpipe_py.backends.model.postprocess.settings import (
@@ -92,6 +95,7 @@ class Detector(Postprocessor):
         if self.labels_file:
             self.names = tuple(read_labels(self.labels_file))
         self.options = config
+        self.has_rows = config.get("max", 1) > 1
         try:
             classes = class_indices(self.classes, self.names)
         except ValueError as error:
@@ -105,11 +109,12 @@ class Detector(Postprocessor):
         if not outputs or not all(output.dims for output in outputs):
             return
         try:
-            self.layout = self.find_layout(outputs)
-        except ConfigError as error:
-            if not isinstance(error, AmbiguousLayoutError) and any(None in output.dims[1:] for output in outputs):
-                return  # the first batch has the sizes that the file leaves open, as Ultralytics' dynamic=True does
-            raise
+            self._use(outputs)
+        except OpenShapeError:
+            return  # the first batch has the sizes that the file leaves open, as Ultralytics' dynamic=True does
+
+    def _use(self, outputs: Sequence[TensorSpec]) -> None:
+        self.layout = self.find_layout(outputs)
         self.origin = replace(self.origin, output=outputs[self.layout.boxes_output].name)
 
     def candidates(self, outputs: Sequence[TensorSpec]) -> Sequence[type[Layout]]:
@@ -117,20 +122,22 @@ class Detector(Postprocessor):
         return self.layouts
 
     def find_layout(self, outputs: Sequence[TensorSpec], extra: int = 0) -> Layout:
-        """The only one of its layouts that fits; ``ConfigError`` if none does, or several do."""
+        """The only one of its layouts that fits; ``ConfigError`` if none does, or several do.
+
+        ``OpenShapeError`` if one may fit once the sizes are known that the outputs leave open.
+        """
         fitting: list[Layout] = []
-        problems = []
+        problems: list[ConfigError] = []
         for cls in self.candidates(outputs):
             try:
-                layout = cls(Model(outputs, self.names, extra, self.options, self.metadata))
+                layout = cls(Model(outputs, self.names, extra, self.options, self.metadata, self.has_rows))
                 self.check_labels(layout.classes)
             except ConfigError as error:
-                problems.append(str(error))
+                problems.append(error)
             else:
                 fitting.append(layout)
         if not fitting:
-            others = f"; {OTHERS}" if type(self).__name__ in _NAMES.values() else ""
-            raise ConfigError(f"{type(self).__name__} {', or '.join(problems)}{others}")
+            raise self._misfit(problems, outputs)
         if len(fitting) > 1:
             names = " or ".join(_NAMES[type(layout)] for layout in fitting)
             shapes = ", ".join(map(str, outputs))
@@ -138,6 +145,18 @@ class Detector(Postprocessor):
                 f"outputs {shapes} can be read in more than one way: name {names} as postprocessor"
             )
         return fitting[0]
+
+    def _misfit(self, problems: Sequence[ConfigError], outputs: Sequence[TensorSpec]) -> ConfigError:
+        """Of the problems of each layout, the one to report: of those that fit the shapes, or else all."""
+        nearer = [error for error in problems if not isinstance(error, OtherShapeError)]
+        name = type(self).__name__
+        if is_open := next((error for error in nearer if isinstance(error, OpenShapeError)), None):
+            return is_open
+        if nearer:
+            return ConfigError(f"{name} {', or '.join(map(str, nearer))}")
+        takes = ", or ".join(error.takes for error in problems if isinstance(error, OtherShapeError))
+        others = f"; {OTHERS}" if name in _NAMES.values() or name == Boxes.__name__ else ""
+        return ConfigError(f"{name} takes {takes}; the model has {shown_outputs(outputs)}{others}")
 
     def check_labels(self, classes: int | None) -> None:
         """``ConfigError`` for another number of classes than of labels."""
@@ -165,14 +184,21 @@ class Detector(Postprocessor):
         return self._detections(tensors, items, is_reduced=True)
 
     def layout_of(self, outputs: Sequence[Any]) -> Layout:
-        """The layout; found by the shapes of these outputs if the model declares none."""
+        """The layout; found by the shapes of these outputs if the model declares none.
+
+        ``BackendError`` for shapes that it cannot read.
+        """
+        shapes = [tuple(output.shape) for output in outputs]
         if self.layout is None:
-            specs = [
-                TensorSpec(str(index), tuple(output.shape), str(output.dtype).removeprefix("torch."))
-                for index, output in enumerate(outputs)
-            ]
-            self.fit(specs)
-            assert self.layout is not None
+            self._use(
+                [
+                    TensorSpec(str(index), shape, str(output.dtype).removeprefix("torch."))
+                    for index, (shape, output) in enumerate(zip(shapes, outputs, strict=True))
+                ]
+            )
+        assert self.layout is not None
+        if not self.layout.fits(shapes):
+            raise self.origin.misfit(f"{type(self).__name__} reads {self.layout.shown_sizes()}", shapes)
         return self.layout
 
     def _detections(self, tensors: Sequence[Any], items: Sequence[Data], is_reduced: bool) -> list[Any]:

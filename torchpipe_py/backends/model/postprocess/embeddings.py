@@ -31,6 +31,7 @@ class L2Normalize(OfClasses):
     def on_device(self, outputs: list[Any]) -> list[Any]:
         import torch
 
+        self.check(outputs[0].shape)
         vectors = outputs[0].detach().float().flatten(1)
         if vectors.is_cuda:
             return [torch.nn.functional.normalize(vectors, dim=1, eps=LEAST_LENGTH)]

@@ -37,7 +37,8 @@ class Candidates(NamedTuple):
 class Model(NamedTuple):
     """Facts that a layout depends on: ``outputs``; ``names`` of labels; the number of ``extra`` values after classes.
 
-    ``options`` are keys of the node, ``metadata`` those of an ONNX file.
+    ``options`` are keys of the node, ``metadata`` those of an ONNX file. ``has_rows``: batches may have several items,
+    so that each output has a row for each.
     """
 
     outputs: Sequence[TensorSpec]
@@ -45,6 +46,32 @@ class Model(NamedTuple):
     extra: int
     options: Mapping[str, Any]
     metadata: Mapping[str, str] = {}
+    has_rows: bool = False
+
+
+class OtherShapeError(ConfigError):
+    """The outputs of a model are not laid out so; ``takes`` is what the layout reads, perhaps with a reason."""
+
+    def __init__(self, takes: str, outputs: Sequence[TensorSpec]) -> None:
+        super().__init__(f"takes {takes}; the model has {shown_outputs(outputs)}")
+        self.takes = takes
+
+
+class OpenShapeError(ConfigError):
+    """A size that a layout depends on is not declared, and the others fit: the first batch has it."""
+
+
+def shown_outputs(outputs: Sequence[TensorSpec]) -> str:
+    """Names and shapes for messages."""
+    return ", ".join(f"{output.name} {shown_dims(output.dims)}".strip() for output in outputs) or "no output"
+
+
+Sizes = tuple[int | str, ...]
+"""The shape of an output for one item: numbers, and letters for any size, the same wherever a letter is.
+
+Those of small letters are 1 at least.
+"""
+COUNT: Sizes = ("at least one number",)
 
 
 class Layout:
@@ -60,9 +87,7 @@ class Layout:
         raise NotImplementedError(type(self).__name__)
 
     boxes_output = 0
-    """The index of the output that tells the rank of the others."""
-    rank = 2
-    """The dimensions of that output for one item."""
+    """The index of the output with the boxes."""
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         """The part of outputs on a GPU that is copied to the host."""
@@ -70,6 +95,36 @@ class Layout:
 
     used: Sequence[int] = (0,)
     """The indices of its outputs, in the order in which it reads them."""
+    sizes: Sequence[Sizes]
+    """The shape of each of these, the boxes first."""
+
+    def fits(self, outputs: Sequence[Sequence[int | None]]) -> bool:
+        """Whether it can read a model's outputs of these shapes, with or without a batch, as far as they are known."""
+        if max(self.used) >= len(outputs):
+            return False
+        shapes = [outputs[index] for index in self.used]
+        start, known = len(shapes[0]) - len(self.sizes[0]), dict[str, int]()
+        if start not in (0, 1):
+            return False
+        for sizes, shape in zip(self.sizes, shapes, strict=True):
+            if sizes is COUNT:
+                if 0 in shape:
+                    return False
+                continue
+            if len(shape) != start + len(sizes):
+                return False
+            for wanted, size in zip(sizes, shape[start:], strict=True):
+                if size is None:
+                    continue
+                if size != (wanted if isinstance(wanted, int) else known.setdefault(wanted, size)):
+                    return False
+                if size == 0 and str(wanted).islower():
+                    return False
+        return True
+
+    def shown_sizes(self) -> str:
+        """The shapes that it reads, for messages."""
+        return ", ".join("x".join(map(str, ("N", *each))) for each in self.sizes if each is not COUNT)
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         """The candidates of one item, whose input has ``size``; those below ``threshold`` may be missing."""
@@ -87,11 +142,28 @@ def corners(centred: np.ndarray) -> np.ndarray:
 
 
 def _wrong(layout: type[Layout], outputs: Sequence[TensorSpec]) -> ConfigError:
-    return ConfigError(f"takes {layout.takes}, and the model has {', '.join(map(_shown, outputs)) or 'no output'}")
+    return OtherShapeError(layout.takes, outputs)
 
 
-def _shown(output: TensorSpec) -> str:
-    return f"{output.name} {shown_dims(output.dims)}".strip()
+def _open(outputs: Sequence[TensorSpec]) -> ConfigError:
+    return OpenShapeError(f"cannot tell from {shown_outputs(outputs)}")
+
+
+def _sizes(layout: type[Layout], model: Model) -> tuple[int | None, int | None]:
+    """Both sizes of the first output for one item. ``OtherShapeError`` for one of another rank."""
+    dims = model.outputs[0].dims if model.outputs else ()
+    if len(dims) != 3 and (len(dims) != 2 or model.has_rows):
+        raise _wrong(layout, model.outputs)
+    return dims[-2], dims[-1]
+
+
+def _check_rows(layout: type[Layout], model: Model, rows: int | None, values: int | None, least: int) -> int:
+    """The ``values`` of each of many ``rows``, which are ``least`` at least, and fewer than the rows."""
+    if (values is not None and values < least) or (rows is not None and rows <= (values or least)):
+        raise _wrong(layout, model.outputs)
+    if values is None:
+        raise _open(model.outputs)
+    return values
 
 
 class Yolo(Layout):
@@ -100,11 +172,9 @@ class Yolo(Layout):
     takes = "an output Nx(4+C)xA, rows of centre, width, height and a score for each class"
 
     def __init__(self, model: Model) -> None:
-        outputs, extra = model.outputs, model.extra
-        dims = outputs[0].dims[-2:] if outputs else ()
-        if len(dims) < 2 or dims[0] is None or dims[0] - 4 - extra < 1 or (dims[1] is not None and dims[1] <= dims[0]):
-            raise _wrong(type(self), outputs)
-        self.classes, self._end = dims[0] - 4 - extra, dims[0] - extra
+        values, boxes = _sizes(type(self), model)
+        values = _check_rows(type(self), model, boxes, values, 5 + model.extra)
+        self.classes, self._end, self.sizes = values - 4 - model.extra, values - model.extra, ((values, "A"),)
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         import torch
@@ -146,14 +216,12 @@ class YoloRows(Yolo):
     takes = "an output NxAx(4+C), the same in rows, with labels for its C classes"
 
     def __init__(self, model: Model) -> None:
-        dims = model.outputs[0].dims[-2:] if model.outputs else ()
-        if len(dims) < 2 or dims[1] is None or dims[1] - 4 - model.extra < 1:
-            raise _wrong(type(self), model.outputs)
-        if dims[0] is not None and dims[0] <= dims[1]:
-            raise _wrong(type(self), model.outputs)
+        boxes, values = _sizes(type(self), model)
+        values = _check_rows(type(self), model, boxes, values, 5 + model.extra)
         if not model.names:
-            raise ConfigError("takes rows with labels only, which tell YOLOv8's from YOLOv5's (Yolo5Boxes): set labels")
-        self.classes, self._end = dims[1] - 4 - model.extra, dims[1] - model.extra
+            takes = "rows NxAx(4+C) with labels only, which tell YOLOv8's from YOLOv5's (Yolo5Boxes): set labels"
+            raise OtherShapeError(takes, model.outputs)
+        self.classes, self._end, self.sizes = values - 4 - model.extra, values - model.extra, (("A", values),)
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         return super().on_device([output.mT if index == 0 else output for index, output in enumerate(outputs)])
@@ -177,11 +245,9 @@ class Yolo5(Layout):
     takes = "an output NxAx(5+C), rows of centre, width, height, objectness and a score for each class"
 
     def __init__(self, model: Model) -> None:
-        outputs, extra = model.outputs, model.extra
-        dims = outputs[0].dims[-2:] if outputs else ()
-        if len(dims) < 2 or dims[1] is None or dims[1] - 5 - extra < 1 or (dims[0] is not None and dims[0] <= dims[1]):
-            raise _wrong(type(self), outputs)
-        self.classes, self._end = dims[1] - 5 - extra, dims[1] - extra
+        boxes, values = _sizes(type(self), model)
+        values = _check_rows(type(self), model, boxes, values, 6 + model.extra)
+        self.classes, self._end, self.sizes = values - 5 - model.extra, values - model.extra, (("A", values),)
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         output, end = arrays[0], self._end
@@ -203,12 +269,15 @@ class EndToEnd(Layout):
     needs_nms = False
 
     def __init__(self, model: Model) -> None:
-        outputs, extra = model.outputs, model.extra
-        dims = outputs[0].dims[-2:] if outputs else ()
-        if len(dims) < 2 or dims[1] != 6 + extra or (dims[0] or 0) > MOST_ROWS:
-            raise _wrong(type(self), outputs)
+        rows, values = _sizes(type(self), model)
+        if values not in (None, 6 + model.extra) or (rows or 0) > MOST_ROWS:
+            raise _wrong(type(self), model.outputs)
+        if values is None:
+            raise _open(model.outputs)
+        self.sizes = (("K", values),)
         if is_rtdetr(model.metadata):
-            raise ConfigError(f"takes {self.takes}, and the metadata says that this is RT-DETR: DetrBoxes reads it")
+            takes = f"{self.takes}, and the metadata says that this is RT-DETR: DetrBoxes reads it"
+            raise OtherShapeError(takes, model.outputs)
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         output = arrays[0]
@@ -234,6 +303,8 @@ class Detr(Layout):
         outputs = model.outputs
         pairs = [index for index, output in enumerate(outputs) if len(output.dims) >= 2]
         boxes = [index for index in pairs if outputs[index].dims[-1] == 4]
+        if not boxes and len(outputs) == 2 and not model.extra and any(_may_be_boxes(each, model) for each in outputs):
+            raise _open(outputs)
         named = [index for index in boxes if "box" in outputs[index].name.lower()]
         boxes = named if len(boxes) > 1 and len(named) == 1 else boxes
         logits = [index for index in pairs if index not in boxes]
@@ -241,9 +312,12 @@ class Detr(Layout):
             raise _wrong(type(self), outputs)
         self.used, self.boxes_output = (boxes[0], logits[0]), boxes[0]
         count, activation = outputs[logits[0]].dims[-1], model.options.get("activation", "auto")
-        rows = outputs[boxes[0]].dims[-2], outputs[logits[0]].dims[-2]
-        if count is None or (None not in rows and rows[0] != rows[1]):
+        self.sizes = (("Q", 4), ("Q", "C" if count is None else count))
+        has_rows = model.has_rows and len(outputs[boxes[0]].dims) < 3
+        if has_rows or count == 0 or not self.fits([output.dims for output in outputs]):
             raise _wrong(type(self), outputs)
+        if count is None:
+            raise _open(outputs)
         if activation == "auto":
             activation = _activation(count, len(model.names))
         self._is_softmax = activation == "softmax"
@@ -274,15 +348,20 @@ class DetrRows(Layout):
     needs_nms = False
 
     def __init__(self, model: Model) -> None:
-        outputs = model.outputs
-        dims = outputs[0].dims[-2:] if len(outputs) == 1 else ()
-        if len(dims) < 2 or (dims[1] or 0) < 5 or (dims[0] or 0) > MOST_ROWS or model.extra:
-            raise _wrong(type(self), outputs)
-        if dims[1] == 6 and "task" in model.metadata and not is_rtdetr(model.metadata):
-            raise ConfigError(f"takes {self.takes}, and the metadata names another model: EndToEndBoxes reads it")
+        if len(model.outputs) != 1 or model.extra:
+            raise _wrong(type(self), model.outputs)
+        rows, values = _sizes(type(self), model)
+        if (values is not None and values < 5) or (rows or 0) > MOST_ROWS:
+            raise _wrong(type(self), model.outputs)
+        if values is None:
+            raise _open(model.outputs)
+        self.sizes = (("Q", values),)
+        if values == 6 and "task" in model.metadata and not is_rtdetr(model.metadata):
+            takes = f"{self.takes}, and the metadata names another model: EndToEndBoxes reads it"
+            raise OtherShapeError(takes, model.outputs)
         # Six numbers may also be scores of two classes, in a file that names no head.
-        self._has_classes = dims[1] == 6 and (len(model.names) != 2 or "head" in model.metadata)
-        self.classes = None if self._has_classes else (dims[1] or 0) - 4
+        self._has_classes = values == 6 and (len(model.names) != 2 or "head" in model.metadata)
+        self.classes = None if self._has_classes else values - 4
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         rows, nothing = arrays[0], np.empty((0, 0), np.float32)
@@ -323,6 +402,8 @@ class Listed(Layout):
     def __init__(self, model: Model) -> None:
         outputs = model.outputs
         boxes = [index for index, output in enumerate(outputs) if output.dims[-1:] == (4,) and len(output.dims) > 1]
+        if not boxes and len(outputs) in (3, 4) and any(_may_be_boxes(each, model) for each in outputs):
+            raise _open(outputs)
         others = [index for index in range(len(outputs)) if index not in boxes]
         if len(boxes) != 1 or len(others) not in (2, 3) or model.extra:
             raise _wrong(type(self), outputs)
@@ -344,6 +425,9 @@ class Listed(Layout):
             raise _wrong(type(self), outputs)
         counts = [index for index in others if index not in (scores, labels)]
         self.used = (boxes[0], scores, labels, *counts)
+        self.sizes = (("K", 4), ("K",), ("K",), *[COUNT] * len(counts))
+        if (model.has_rows and rank < 2) or not self.fits([output.dims for output in outputs]):
+            raise _wrong(type(self), outputs)
 
     def read(self, arrays: Sequence[np.ndarray], threshold: float, size: Size) -> Candidates:
         boxes, scores, labels, *counts = arrays
@@ -351,6 +435,11 @@ class Listed(Layout):
         scores = scores[: int(counts[0].ravel()[0])] if counts else scores
         nothing = np.empty((0, 0), np.float32)
         return Candidates(scores, lambda at: Objects(boxes[at] * scale, labels[at].astype(np.int64), nothing))
+
+
+def _may_be_boxes(output: TensorSpec, model: Model) -> bool:
+    """Whether an output whose last size is open may hold boxes N×K×4."""
+    return len(output.dims) in ((3,) if model.has_rows else (2, 3)) and output.dims[-1] is None
 
 
 def _is_named(output: TensorSpec, *words: str) -> bool:

@@ -16,10 +16,12 @@ from torchpipe_py.backends.model.postprocess.layouts import (
     EndToEnd,
     Layout,
     Objects,
+    OpenShapeError,
     Size,
     Yolo,
     Yolo5,
     YoloRows,
+    shown_outputs,
 )
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
@@ -198,14 +200,17 @@ class YoloSegments(Detector):
     def find_layout(self, outputs: Sequence[TensorSpec], extra: int = 0) -> Layout:
         most = max((len(output.dims) for output in outputs), default=0)
         prototypes = [index for index, output in enumerate(outputs) if len(output.dims) == most]
-        if len(outputs) < 2 or len(prototypes) != 1 or outputs[prototypes[0]].dims[-3:-2] in ((), (None,)):
-            given = ", ".join(map(str, outputs)) or "no output"
-            raise ConfigError(
-                f"YoloSegments takes boxes with coefficients and prototypes NxMxhxw, and there is {given}"
-            )
-        boxes = next(index for index in range(len(outputs)) if index not in prototypes)
-        layout = super().find_layout([outputs[boxes]], int(outputs[prototypes[0]].dims[-3] or 0))
+        ranks = (4,) if self.has_rows else (3, 4)
+        channels = outputs[prototypes[0]].dims[-3:-2] if most in ranks else ()
+        boxes = next((index for index, output in enumerate(outputs) if len(output.dims) == most - 1), None)
+        if len(prototypes) != 1 or not channels or boxes is None:
+            takes = "YoloSegments takes boxes with coefficients and prototypes NxMxhxw"
+            raise ConfigError(f"{takes}; the model has {shown_outputs(outputs)}")
+        if channels[0] is None:
+            raise OpenShapeError(f"the number of prototypes is not declared: {shown_outputs(outputs)}")
+        layout = super().find_layout([outputs[boxes]], channels[0])
         layout.used, layout.boxes_output = (boxes, prototypes[0]), boxes
+        layout.sizes = (*layout.sizes, (channels[0], "h", "w"))
         return layout
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:

@@ -9,7 +9,17 @@ import numpy as np
 
 from torchpipe_py.backends.image.original import WayBack
 from torchpipe_py.backends.model.postprocess.detections import Detector, rows_of
-from torchpipe_py.backends.model.postprocess.layouts import MOST_ROWS, EndToEnd, Layout, Objects, Size, Yolo, YoloRows
+from torchpipe_py.backends.model.postprocess.layouts import (
+    MOST_ROWS,
+    EndToEnd,
+    Layout,
+    Objects,
+    OpenShapeError,
+    Size,
+    Yolo,
+    YoloRows,
+    shown_outputs,
+)
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, detection_outputs
 from torchpipe_py.errors import ConfigError
@@ -51,7 +61,14 @@ class YoloPose(Detector):
             values = last - (6 if rows is None or rows <= MOST_ROWS else 4 + classes)
         else:
             values = (rows or 0) - 4 - classes
+        if len(output.dims) != 3 and (len(output.dims) != 2 or self.has_rows):
+            raise ConfigError(
+                "YoloPose takes an output Nx(5+3P)xA or NxKx(6+3P), rows of a box, scores and P keypoints; "
+                f"the model has {shown_outputs([output])}"
+            )
         if values <= 0 or values % 3:
+            if None in output.dims[-2:]:
+                raise OpenShapeError(f"the number of keypoints is not declared: {shown_outputs([output])}")
             raise ConfigError(f"YoloPose: {output} does not tell the number of keypoints: set keypoints")
         return values // 3, 3
 
