@@ -206,6 +206,44 @@ def test_labels_decide_what_boxes_are(folder: Path, capsys: Any) -> None:
     assert "NOTE" not in exported(capsys, "m.onnx", "--labels", "two.txt")
 
 
+def test_labels_tell_yolov8_in_rows_from_yolov5_as_names_in_the_metadata_do(folder: Path, capsys: Any) -> None:
+    output = np.zeros((1, 84, 7), np.float32)
+    output[0, 5] = [32, 32, 16, 16, 0, 0, 0.9]
+    constant_model(folder / "m.onnx", {"output0": output})
+    (folder / "three.txt").write_text("a\nb\nc\n")
+    exported(capsys, "m.onnx", "--labels", "three.txt")
+    assert model_of("m.toml")["postprocessor"] == "YoloBoxes"
+    with pipe("m.toml") as run:
+        run(data := {"data": jpeg(64, 64)})
+    assert data["result"].labels == ["c"]
+    printed = refused(capsys, "m.onnx", "--labels", "three.txt", "--postprocessor", "Yolo5Boxes", "--out", "n")
+    assert "Yolo5Boxes reads 2 classes" in printed
+    assert 'has 3 labels. postprocessor = "YoloBoxes" reads as many' in printed
+
+
+def test_labels_that_fit_no_layout_are_counted(folder: Path, capsys: Any) -> None:
+    constant_model(folder / "m.onnx", {"output0": np.full((1, 84, 7), 0.5)})
+    (folder / "six.txt").write_text("a\nb\nc\nd\ne\nf\n")
+    printed = refused(capsys, "m.onnx", "--labels", "six.txt")
+    assert "Yolo5Boxes reads 2 classes from the outputs, and m.labels.txt has 6 labels" in printed
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((1, 7, 500), "--postprocessor YoloBoxes reads 3 classes from output0 ?x7x500"),
+        ((1, 2, 5), "these have labels, if --postprocessor names one: SoftmaxMax, "),
+    ],
+)
+def test_labels_of_an_unknown_output_name_who_reads_them(shape: Any, said: str, folder: Path, capsys: Any) -> None:
+    constant_model(folder / "m.onnx", {"output0": np.full(shape, 0.5)})
+    (folder / "three.txt").write_text("a\nb\nc\n")
+    printed = refused(capsys, "m.onnx", "--labels", "three.txt")
+    assert "--labels three.txt: read as a model of images (outputs output0 1x" in printed
+    assert "whose answers have no labels; " in printed
+    assert said in printed
+
+
 def test_boxes_alone_of_a_model_with_masks_get_a_note(folder: Path, capsys: Any) -> None:
     constant_model(folder / "m.onnx", {"output0": np.full((1, 39, 84), 0.5), "output1": np.full((1, 32, 16, 16), 0.5)})
     assert "--postprocessor YoloSegments reads masks" in exported(capsys, "m.onnx", "--postprocessor", "YoloBoxes")

@@ -46,6 +46,7 @@ from torchpipe_py.tools.export.readings import (
     read_kind,
     read_named,
     read_pixels,
+    readers_of_labels,
 )
 from torchpipe_py.tools.report import ToolError, printable, refuse_existing
 
@@ -196,7 +197,8 @@ def _with_image(model: OnnxModel, image: ImageInput, args: argparse.Namespace, l
     if _has_labels(reading):
         assumed.append(_of_labels(written, model))
     elif labels:
-        raise ToolError(f"--labels {args.labels}: {reading.kind} has no use for them; --postprocessor names another")
+        found = f"{reading.kind} ({reading.why}), whose answers have no labels"
+        raise ToolError(f"--labels {args.labels}: read as {found}; {readers_of_labels(model, outputs, labels)}")
     if reading.postprocessor:
         assumed.append(Assumed("postprocessor", f'{reading.postprocessor}; "" answers the outputs as they are'))
     return Made(reading, outputs, tables, node, written, assumed, takes_pictures=True)

@@ -14,7 +14,7 @@ import numpy as np
 from torchpipe_py.backends.control.python import declared
 from torchpipe_py.backends.model import postprocess
 from torchpipe_py.backends.model.postprocess import Detector, Postprocessor, make_postprocessor
-from torchpipe_py.backends.model.postprocess.layouts import is_rtdetr
+from torchpipe_py.backends.model.postprocess.layouts import is_rtdetr, shown_outputs
 from torchpipe_py.backends.model.postprocess.settings import names_of
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.encryption.model_file import ModelFile
@@ -79,7 +79,7 @@ def read_kind(
         first = Reading(SEGMENTER, of_task if task else f"output {outputs[0]} is a map of integers", "ArgMax")
         return _with(first, fit=LETTERBOX if task else STRETCH, keys={"original_size": True})
     if task in ("detect", "segment", "pose") or len(outputs[0].dims) == 3 or len(outputs) > 1:
-        found = _detector(model, outputs, sides, task, bool(labels))
+        found = _detector(model, outputs, sides, task, labels)
         if found is not None:
             return found
     if len(outputs[0].dims) == 4 and arrays[0].shape[2:] != (1, 1):
@@ -113,20 +113,36 @@ def read_named(name: str, outputs: Sequence[TensorSpec], arrays: Sequence[np.nda
     return Reading("a model of images", why, name, CROP if len(outputs[0].dims) == 2 else STRETCH)
 
 
-def fits(model: OnnxModel, cls: type[Postprocessor], outputs: Sequence[TensorSpec], is_named: bool = True) -> Any:
-    """The postprocessor, fitted to these outputs; ``None`` if they do not fit. Unless ``is_named``, of any number of
-    classes, whatever names the metadata has.
+def fits(
+    model: OnnxModel, cls: type[Postprocessor], outputs: Sequence[TensorSpec], labels: Sequence[str] | None = None
+) -> Any:
+    """The postprocessor, fitted to these outputs; ``None`` if they do not fit.
+
+    It is for as many classes as there are ``labels``; for any number without one, and if they are ``None``, for the
+    names that the metadata has.
     """
     own = {key: param.default for key, param in declared(cls).items()}
     config = {"labels": "", "k": 5, "threshold": 0.5, "max": 1, "model": ModelFile(str(model.path))}
     try:
         made: Any = make_postprocessor(cls, config, own)
-        if not is_named:
-            made.names = ()
+        if labels is not None:
+            made.names = tuple(labels)
         made.fit(outputs)
     except ConfigError:
         return None
     return made
+
+
+def readers_of_labels(model: OnnxModel, outputs: Sequence[TensorSpec], labels: Sequence[str]) -> str:
+    """The postprocessors that can name what these outputs hold by ``labels``, for messages."""
+    own = [each for each in postprocess.BUILT_IN if issubclass(each, Detector) and each is not postprocess.Boxes]
+    made = [fits(model, each, outputs, labels) for each in own]
+    if names := [type(each).__name__ for each in made if each is not None and each.layout is not None]:
+        return (
+            f"--postprocessor {' or '.join(names)} reads {counted(len(labels), 'class')} from {shown_outputs(outputs)}"
+        )
+    names = [each.__name__ for each in postprocess.BUILT_IN if postprocess.uses(each, "labels")]
+    return f"these have labels, if --postprocessor names one: {', '.join(names)}"
 
 
 def _with(reading: Reading, **changes: Any) -> Reading:
@@ -147,9 +163,12 @@ _ALSO = {"Yolo5Boxes": _TURNED, "YoloBoxes": _ROTATED}
 
 
 def _detector(
-    model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int, int], task: str, has_labels: bool
+    model: OnnxModel, outputs: Sequence[TensorSpec], sides: tuple[int, int], task: str, labels: Sequence[str]
 ) -> Reading | None:
-    """The layout of boxes that fits; without a task, it must also have the rows of such a detector."""
+    """The layout of boxes that fits; without a task, it must also have the rows of such a detector.
+
+    The user's ``labels`` tell layouts apart as the names in the metadata do.
+    """
     classes = {each.__name__: each for each in postprocess.BUILT_IN if issubclass(each, Detector)}
     names: Sequence[str] = _OF_TASK.get(task, _DETECTORS)
     if task == "detect":
@@ -157,7 +176,7 @@ def _detector(
     if is_rtdetr(model.metadata):
         names = ("DetrBoxes",)
     has_keypoints = "kpt_shape" in model.metadata
-    found = []
+    possible = []
     for name in names:
         if task != "segment" and name == "YoloSegments" and len(outputs) < 2:
             continue
@@ -167,17 +186,22 @@ def _detector(
             continue
         if name == "DetrBoxes" and len(outputs) == 1 and not is_rtdetr(model.metadata):
             continue
-        if fits(model, classes[name], outputs) and (task or _has_rows(name, outputs, sides)):
-            found.append(name)
-    shapes, own_names = ", ".join(map(str, outputs)), names_of(model.metadata.get("names", ""))
+        if task or _has_rows(name, outputs, sides):
+            possible.append(name)
+    shapes, own_names = ", ".join(map(str, outputs)), labels or names_of(model.metadata.get("names", ""))
+    found = [name for name in possible if fits(model, classes[name], outputs, own_names)]
     if not found:
         for name, (what, more, advice) in _ALSO.items() if own_names else ():
             if task and name == "YoloBoxes":  # which is not obb
                 continue
-            made = fits(model, classes[name], outputs, is_named=False) if _may_be_both(name, outputs, sides) else None
+            made = fits(model, classes[name], outputs, ()) if _may_be_both(name, outputs, sides) else None
             if made is not None and made.layout is not None and made.layout.classes + more == len(own_names):
-                why = f"the metadata names {counted(len(own_names), 'class')}, and {name} reads {made.layout.classes}"
+                source = "your file" if labels else "the metadata"
+                why = f"{source} names {counted(len(own_names), 'class')}, and {name} reads {made.layout.classes}"
                 return Reading(f"a detector of {what}", why, fit=LETTERBOX, notes=[advice])
+        # Labels that fit no layout: the trial says how many classes there are.
+        found = [name for name in possible if fits(model, classes[name], outputs, ())] if labels else []
+    if not found:
         if not task:
             return None
         note = f"no postprocessor reads {shapes}: write one (docs/own-backends.md)"
@@ -191,9 +215,9 @@ def _detector(
     for other in others:
         reading.notes.append(f'{shapes} may also be {_WORDS.get(other, "boxes")} laid out for {other}: '
                              f'postprocessor = "{other}" chooses that')  # fmt: skip
-    is_known = bool(own_names or has_labels) or (first == "YoloBoxes" and bool(task))
+    is_known = bool(own_names) or (first == "YoloBoxes" and bool(task))
     if not is_known and first in _ALSO and _may_be_both(first, outputs, sides):
-        layout, (what, more, advice) = fits(model, classes[first], outputs).layout, _ALSO[first]
+        layout, (what, more, advice) = fits(model, classes[first], outputs, own_names).layout, _ALSO[first]
         if layout is not None and layout.classes + more > 0:
             read = f"{shapes} is read as {counted(layout.classes, 'class')}"
             reading.notes.append(f'{read}; {what} have {layout.classes + more} in this shape: {advice}; '

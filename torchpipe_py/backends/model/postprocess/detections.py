@@ -153,10 +153,24 @@ class Detector(Postprocessor):
         if is_open := next((error for error in nearer if isinstance(error, OpenShapeError)), None):
             return is_open
         if nearer:
-            return ConfigError(f"{name} {', or '.join(map(str, nearer))}")
+            text = f"{name} {', or '.join(map(str, nearer))}"
+            fitting = self._named_otherwise(outputs) if self.names else []
+            return ConfigError(f'{text}. postprocessor = "{fitting[0]}" reads as many' if fitting else text)
         takes = ", or ".join(error.takes for error in problems if isinstance(error, OtherShapeError))
         others = f"; {OTHERS}" if name in _NAMES.values() or name == Boxes.__name__ else ""
         return ConfigError(f"{name} takes {takes}; the model has {shown_outputs(outputs)}{others}")
+
+    def _named_otherwise(self, outputs: Sequence[TensorSpec]) -> list[str]:
+        """Other postprocessors that read a class for each label from these outputs."""
+        found = []
+        for cls, name in _NAMES.items():
+            try:
+                layout = cls(Model(outputs, self.names, 0, self.options, self.metadata, self.has_rows))
+            except ConfigError:
+                continue
+            if layout.classes == len(self.names) and name != type(self).__name__:
+                found.append(name)
+        return found
 
     def check_labels(self, classes: int | None) -> None:
         """``ConfigError`` for another number of classes than of labels."""
