@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from conftest import picture, save_model
+from kit.model_kinds import Graph
 from kit.models import Data, answer, batched, one_node, onnx_node, refused, torch_model
 from kit.refusals import refusal
 from onnx import TensorProto, helper
@@ -125,6 +126,24 @@ def test_check_says_where_input_of_integers_is_normalised(tmp_path: Path, caplog
     plan_pipeline(onnx_node(cast(tmp_path / "m.onnx", DIMS["NxHxWxC"], TensorProto.UINT8), mean=127.5))
     (line,) = caplog.messages
     assert line.endswith("input 'x' takes uint8: normalised inside the model, after a cast to float32")
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.UINT8])
+@pytest.mark.parametrize(("operator", "number", "std", "is_twice"), [
+    ("Div", 255, "255", True), ("Mul", 1 / 255, "58.4,57.1,57.4", True), ("Div", 255, "1", False),
+    ("Div", 0.225, "255", False), ("Mul", 1.0, "255", False), ("MatMul", 255, "255", False),
+])  # fmt: skip
+def test_check_warns_of_pixels_that_are_scaled_twice(
+    dtype: int, operator: str, number: float, std: str, is_twice: bool, tmp_path: Path, caplog: Any
+) -> None:
+    graph = Graph()
+    pixels = graph.add("Cast", graph.add("Transpose", "x", perm=[0, 1, 3, 2]), to=TensorProto.FLOAT)
+    value = np.full((8, 8) if operator == "MatMul" else (), number, np.float32)
+    graph.add(operator, pixels, graph.constant(value), output="y")
+    dims = ["n", 3, 8, 8]
+    path = graph.save(tmp_path / "m.onnx", {"x": (dtype, dims)}, {"y": (TensorProto.FLOAT, dims)})
+    plan_pipeline({"backend": "OnnxTensor", "model": str(path), "std": std})
+    assert ("the model begins by normalising pixels 0..255 of input 'x' itself" in caplog.text) == is_twice
 
 
 def test_names_of_nodes_made_do_not_collide(tmp_path: Path) -> None:

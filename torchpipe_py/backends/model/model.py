@@ -22,7 +22,12 @@ from torchpipe_py.backends.model.normalisation import (
     Scale,
     has_channels_last,
 )
-from torchpipe_py.backends.model.onnx_graph import declared_tensors, noted_normalisation, scaled_inputs_problem
+from torchpipe_py.backends.model.onnx_graph import (
+    declared_tensors,
+    noted_normalisation,
+    scale_of_pixels,
+    scaled_inputs_problem,
+)
 from torchpipe_py.backends.model.postprocess import OfClasses
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import BYTES, TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
@@ -406,9 +411,19 @@ def _scale_remarks(model: str, normalisation: Normalisation) -> Iterator[Remark]
     names = [repr(inputs[index].name) for index in scales]
     if len(names) > 1 and key in ("mean", "std"):
         yield Remark(key, f"model {model}: applied to inputs {' and '.join(names)} alike", is_warning=True)
-    for spec in [inputs[index] for index in scales if inputs[index].dtype in INTEGERS]:
+    twice = {index for index, scale in scales.items() if _is_scaled_twice(model, inputs[index].name, scale)}
+    for index in sorted(twice):
+        begins = f"the model begins by normalising pixels 0..255 of input {inputs[index].name!r} itself"
+        text = f"{begins}, and mean and std here come before that: the pixels are scaled twice; leave mean and std out"
+        yield Remark(key, f"model {model}: {text}", is_warning=True)
+    for spec in [inputs[index] for index in scales if inputs[index].dtype in INTEGERS and index not in twice]:
         text = f"input {spec.name!r} takes {spec.dtype}: normalised inside the model, after a cast to float32"
         yield Remark(key, f"model {model}: {text}", is_warning=True)
+
+
+def _is_scaled_twice(model: str, name: str, scale: Scale) -> bool:
+    """Whether pixels are divided by ``std``, and an ONNX file begins as one that takes 0..255."""
+    return max(scale.std, default=1) > 2 and scale_of_pixels(model, name) == 255
 
 
 def _image_misfits(model: str, normalisation: Normalisation, image: ImageSpec) -> dict[str, str]:

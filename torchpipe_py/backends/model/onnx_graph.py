@@ -437,6 +437,75 @@ def scaled_inputs_problem(path: str, scales: Mapping[int, Scale], inputs: Sequen
     return ""
 
 
+_KEEPS_VALUES = frozenset({"Cast", "Transpose", "Identity", "Split", "Slice", "Gather", "Unsqueeze", "Squeeze"})
+"""Operators that change no value of an image, only where it is."""
+_NODE, _NODE_INPUT, _NODE_OUTPUT, _OPERATOR, _ATTRIBUTE, _ATTRIBUTE_TENSOR = 1, 1, 2, 4, 5, 5
+_MOST_CONSTANT = 2**16
+"""Bytes of a constant that is looked at: one number, or one for each channel."""
+
+
+def scale_of_pixels(path: str, name: str) -> float | None:
+    """255 or 1 if an ONNX file begins by normalising pixels 0 to 255, or 0 to 1, of the input ``name``.
+
+    ``None`` if it does not, or is not such a file. Weights are not loaded.
+    """
+    try:
+        with open(path, "rb") as file:
+            operator, constants = _first_arithmetic(FileContent(file), name)
+    except (OSError, ValueError, IndexError):  # empty, or not an ONNX file
+        return None
+    if not constants:
+        return None
+    most = max(float(np.abs(array).max(initial=0.0)) for array in constants)
+    if operator == "Mul":
+        return 255.0 if most < 0.05 else 1.0
+    return 255.0 if most > 2 else 1.0
+
+
+def _first_arithmetic(content: FileContent, name: str) -> tuple[str, list[np.ndarray]]:
+    """The first operator of arithmetic on a value, after others that only move it, with its constants; or none."""
+    (graph,) = fields_of(content, (0, len(content)))[_GRAPH]
+    parts = fields_of(content, graph)
+    nodes = [fields_of(content, span) for span in parts[_NODE]]
+    inputs = [[text_of(content, [span]) for span in node[_NODE_INPUT]] for node in nodes]
+    for _ in nodes:  # a damaged file may have a cycle
+        readers = {
+            index: operator
+            for index, node in enumerate(nodes)
+            if name in inputs[index] and (operator := text_of(content, node[_OPERATOR])) != "Shape"
+        }
+        if len(set(readers.values())) != 1:
+            return "", []
+        index, operator = next(iter(readers.items()))
+        if operator not in _KEEPS_VALUES:
+            break
+        name = text_of(content, nodes[index][_NODE_OUTPUT][:1])
+    else:
+        return "", []
+    if operator not in ("Sub", "Div", "Mul", "Add"):
+        return "", []
+    weights = {text_of(content, fields_of(content, span)[_TENSOR_NAME]): span for span in parts[_INITIALIZER]}
+    for node in nodes:
+        if text_of(content, node[_OPERATOR]) == "Constant" and node[_ATTRIBUTE]:
+            tensors = fields_of(content, node[_ATTRIBUTE][0])[_ATTRIBUTE_TENSOR]
+            weights.update({text_of(content, node[_NODE_OUTPUT][:1]): span for span in tensors})
+    spans = [weights[each] for each in inputs[index] if each in weights]
+    return operator, [array for span in spans if (array := _small_array(content, span)) is not None]
+
+
+def _small_array(content: FileContent, span: Span) -> np.ndarray | None:
+    """The numbers of a tensor; ``None`` for a large one, and for one in another file."""
+    if span[1] - span[0] > _MOST_CONSTANT:
+        return None
+    import onnx
+
+    try:
+        tensor = onnx.TensorProto.FromString(content[span[0] : span[1]])
+        return None if tensor.external_data else onnx.numpy_helper.to_array(tensor)
+    except Exception:  # of types without numbers, or damaged; loading the file says so
+        return None
+
+
 def scalar_tensors(file: ModelFile) -> set[str]:
     """The inputs and outputs that an ONNX file declares to have no dimensions, unlike those whose shape is open."""
     import onnx

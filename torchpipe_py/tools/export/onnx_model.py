@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,13 @@ class OnnxModel:
             raise ToolError(f"{path}: {problem.removeprefix(f'{path} ')}")
         try:
             self._session = open_session(path)
-            self._graph = onnx.load(path, load_external_data=False).graph
+            graph = onnx.load(path, load_external_data=False).graph
         except Exception as error:
             raise ToolError(f"{path}: ONNX Runtime cannot load it: {load_problem(file, error)}") from error
         self.inputs = tuple(map(_spec, self._session.get_inputs()))
         self.outputs = tuple(map(_spec, self._session.get_outputs()))
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
-        types = {value.name: value.type.tensor_type for value in self._graph.input}
+        types = {value.name: value.type.tensor_type for value in graph.input}
         self._without_shape = {name for name, tensor in types.items() if not tensor.HasField("shape")}
 
     def image_input(self) -> ImageInput | None:
@@ -109,40 +109,6 @@ class OnnxModel:
             rows = (None,) if image.has_batch and image.batch is None else tuple(known[:1])
             found.append(replace(spec, dims=(*rows, *known[1:]) if known else ()))
         return found, arrays
-
-    def scale_of_pixels(self) -> float | None:
-        """255 or 1 if the model begins by normalising pixels 0 to 255, or 0 to 1; ``None`` if it does not."""
-        name = self.inputs[0].name
-        for operator, constants in self._steps(name):
-            if not constants:
-                return None
-            most = float(max(np.abs(array).max(initial=0.0) for array in constants))
-            if operator == "Mul":
-                return 255.0 if most < 0.05 else 1.0
-            return 255.0 if most > 2 else 1.0
-        return None
-
-    def _steps(self, name: str) -> Iterator[tuple[str, list[np.ndarray]]]:
-        """The first operator of arithmetic on an input, after others that only move it, with its constants."""
-        from onnx import numpy_helper
-
-        constants = {tensor.name: tensor for tensor in self._graph.initializer}
-        for node in self._graph.node:
-            if node.op_type == "Constant":
-                constants[node.output[0]] = node.attribute[0].t
-        while True:
-            readers = [node for node in self._graph.node if name in node.input and node.op_type != "Shape"]
-            if len({node.op_type for node in readers}) != 1:
-                return
-            node = readers[0]
-            if node.op_type in ("Cast", "Transpose", "Identity", "Split", "Slice", "Gather", "Unsqueeze", "Squeeze"):
-                name = node.output[0]
-                continue
-            if node.op_type in ("Sub", "Div", "Mul", "Add"):
-                given = [constants[each] for each in node.input if each in constants]
-                small = [tensor for tensor in given if not tensor.external_data]
-                yield node.op_type, [numpy_helper.to_array(tensor) for tensor in small]
-            return
 
     def takes_a_batch(self, spec: TensorSpec) -> bool:
         """Whether an input's first dimension is open, or its shape is undeclared."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchpipe_py.backends.control.python import declared
 from torchpipe_py.backends.model import postprocess
+from torchpipe_py.backends.model.onnx_graph import scale_of_pixels
 from torchpipe_py.backends.model.postprocess import Detector, Postprocessor, make_postprocessor
 from torchpipe_py.backends.model.postprocess.layouts import is_rtdetr, shown_outputs
 from torchpipe_py.backends.model.postprocess.settings import names_of
@@ -307,7 +308,7 @@ def read_pixels(model: OnnxModel, image: ImageInput, reading: Reading) -> Pixels
     """How the model takes pixels, by its type, its first operators, or else the custom of its kind."""
     if image.spec.dtype == "uint8":
         return Pixels((), (), "0 to 255, as the input is uint8")
-    scale = model.scale_of_pixels()
+    scale = scale_of_pixels(str(model.path), model.inputs[0].name)
     if scale == 255.0:
         return Pixels((), (), "0 to 255: the model normalises them itself")
     if scale == 1.0:
