@@ -560,7 +560,7 @@ def test_check_and_pipe_refuse_what_does_not_fit_the_model(tmp_path: Path) -> No
     labels.write_text("one\ntwo\n")
     for keys, problem in (
         ({"postprocessor": "Yolo5Boxes"}, "Yolo5Boxes takes an output NxAx"),
-        ({"labels": str(labels)}, "reads 3 classes from the outputs, and .*labels.txt has 2 labels"),
+        ({"labels": str(labels)}, "reads 3 classes from the outputs, and .*labels.txt has 2 labels$"),
         ({"classes": ["cow"]}, "classes: no class 'cow'"),
     ):
         for build in (plan_pipeline, pipe):

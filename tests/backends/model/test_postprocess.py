@@ -20,6 +20,7 @@ from torchpipe_py.backends.model.postprocess import (
     SoftmaxCpu,
     SoftmaxMax,
     TopK,
+    read_labels,
 )
 from torchpipe_py.backends.model.postprocess import make_postprocessor as make
 from torchpipe_py.backends.model.postprocess.nms import suppress
@@ -141,6 +142,13 @@ def test_refuses_outputs_and_labels_that_do_not_fit(forward: Forward, labels: st
 def test_refuses_outputs_without_numbers_for_each_item(forward: Forward, cls: type, shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=f"{cls.__name__} takes an output NxC, got "):
         forward(make(cls, {}), [torch.zeros(shape)])
+
+
+def test_blank_lines_at_the_end_of_a_label_file_are_no_labels(tmp_path: Path) -> None:
+    path = tmp_path / "labels.txt"
+    for text, labels in (("a\n\nc\n\n", ["a", "", "c"]), ("a\r\nb\r\n \r\n", ["a", "b"]), ("\n", [])):
+        path.write_bytes(text.encode())
+        assert read_labels(str(path)) == labels
 
 
 @pytest.mark.parametrize(("iou", "kept"), [(0.5, [0, 1]), (0.499, [0])])

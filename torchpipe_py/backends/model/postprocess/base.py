@@ -120,9 +120,12 @@ def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str
 
 
 def read_labels(path: str) -> list[str]:
-    """The lines of a label file; ``ConfigError`` if it is not UTF-8."""
+    """The lines of a label file, without blank ones at its end; ``ConfigError`` if it is not UTF-8."""
     try:
         with open(path, encoding="utf-8-sig") as file:
-            return [line.rstrip("\n") for line in file]
+            labels = [line.rstrip("\n") for line in file]
     except UnicodeDecodeError as error:
         raise ConfigError(f"labels: {path} is not UTF-8 text: {error}") from error
+    while labels and not labels[-1].strip():
+        labels.pop()
+    return labels
