@@ -400,7 +400,7 @@ def test_request_sets_what_it_may(parameters: Any, scores: list[float], tmp_path
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
-        ({"threshold": 0.4}, "parameter 'threshold': must be from 0.5 to 1, got 0.4"),
+        ({"threshold": 0.4}, "parameter 'threshold': must be from 0.5 to 1, got 0.4; key least_threshold of"),
         ({"threshold": 1.5}, "parameter 'threshold': must be from 0.5 to 1, got 1.5"),
         ({"threshold": "high"}, "parameter 'threshold': expected a finite number, got 'high'"),
         ({"threshold": float("nan")}, "parameter 'threshold': expected a finite number"),
@@ -408,7 +408,7 @@ def test_request_sets_what_it_may(parameters: Any, scores: list[float], tmp_path
         ({"threshold": [0.5]}, "parameter 'threshold': expected a finite number"),
         ({"iou": -1}, "parameter 'iou': must be from 0 to 1, got -1"),
         ({"max_det": 0}, "parameter 'max_det': must be from 1 to 4, got 0"),
-        ({"max_det": 5}, "parameter 'max_det': must be from 1 to 4, got 5"),
+        ({"max_det": 5}, "parameter 'max_det': must be from 1 to 4, got 5; key max_det of the model's node"),
         ({"max_det": 1.5}, "parameter 'max_det': expected an integer"),
         ({"max_det": 10**400}, "parameter 'max_det': must be from 1 to 4, got 1000"),
         ({"classes": "0," * 5000}, "parameter 'classes': 5000 labels and indices; the limit is 4096"),

@@ -66,14 +66,16 @@ class Bounds:
         return replace(self._settings, **own)
 
     def _threshold(self, value: Any) -> float:
-        return _between(to_float(value), self._least, 1)
+        return _between(
+            to_float(value), self._least, 1, below="key least_threshold of the model's node lowers the bound"
+        )
 
     def _iou(self, value: Any) -> float:
         return _between(to_float(value), 0, 1)
 
     def _max_det(self, value: Any) -> int:
         most = to_int(int(value) if isinstance(value, float) and value.is_integer() else value)
-        return int(_between(most, 1, self._settings.max_det))
+        return int(_between(most, 1, self._settings.max_det, above="key max_det of the model's node raises the bound"))
 
     def _classes(self, value: Any) -> frozenset[int] | None:
         if not isinstance(value, (str, int, list, tuple)) or isinstance(value, bool):
@@ -90,10 +92,12 @@ class Bounds:
         return allowed if chosen is None else chosen
 
 
-def _between(value: float, low: float, high: float) -> float:
+def _between(value: float, low: float, high: float, below: str = "", above: str = "") -> float:
+    """The value; ``ValueError`` out of its bounds, with what changes the one that it misses."""
     if not low <= value <= high:
         got = quoted(value) if isinstance(value, int) else f"{value:g}"  # an integer may be beyond floats
-        raise ValueError(f"must be from {low:g} to {high:g}, got {got}")
+        hint = below if 0 <= value < low else above if value > high else ""
+        raise ValueError(f"must be from {low:g} to {high:g}, got {got}{hint and f'; {hint}'}")
     return value
 
 
