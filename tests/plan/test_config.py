@@ -15,6 +15,8 @@ from conftest import Register
 from kit.refusals import refusal
 
 from torchpipe_py import Backend, ConfigError, UnknownNode, parse_folder, parse_toml, pipe
+from torchpipe_py.backends.control.python import declared
+from torchpipe_py.backends.model.postprocess import YoloBoxes
 from torchpipe_py.errors import MOST_PROBLEMS
 from torchpipe_py.plan import build
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
@@ -22,6 +24,7 @@ from torchpipe_py.plan.config import MOST_CHARACTERS, MOST_NODES, NODE_KEYS, PIP
 from torchpipe_py.plan.folder import read_folder
 from torchpipe_py.plan.graph import build_graph
 from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
+from torchpipe_py.registry import default
 
 Write = Callable[[str], str]
 
@@ -256,7 +259,10 @@ REFUSED = [
 @pytest.mark.usefixtures("no_threads")
 @pytest.mark.parametrize("key", ELSEWHERE)
 def test_unknown_key_of_another_server_names_its_equivalent(key: str) -> None:
-    assert set(re.findall(r"'(\w+)'", ELSEWHERE[key])) <= {*NODE_KEYS, *PIPELINE_KEYS, "max", "resize_h", "resize_w"}
+    backends = [default.find_backend(name) for name in ("LetterBoxMat", "ResizeMat", "TensorrtTensor")]
+    of_backends = {param.key for cls in backends if cls is not None for param in cls.parameters().values()}
+    named = set(re.findall(r"'(\w+)'", ELSEWHERE[key]))
+    assert named <= {*NODE_KEYS, *PIPELINE_KEYS, *of_backends, *declared(YoloBoxes)}
     assert set(re.findall(r"--([\w-]+)", ELSEWHERE[key])) <= set(SERVICE_FLAGS)
     with pytest.raises(ConfigError, match=f"key '{key}': unknown key; .*( here|torchpipe-serve|in flight)"):
         pipe({"backend": "Identity", key: 1})

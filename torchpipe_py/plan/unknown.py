@@ -29,23 +29,39 @@ _IN_FLIGHT = "'max_inflight' at the top bounds the requests in flight"
 _DEVICE = "the CUDA device is 'device_id' here, its number"
 _DEADLINE = "a request brings its deadline; --deadline-ms of torchpipe-serve is the longest, in milliseconds"
 _MAP = "it is 'map' here, of the node that reads"
+_SCORE = "a detection must exceed 'threshold' here, of a detector's postprocessor"
+_OVERLAP = "it is 'iou' here, of a detector's postprocessor"
+_AGNOSTIC = "it is 'class_agnostic' here, of a detector's postprocessor"
+_SIDES = "a picture's size is 'max_h' and 'max_w' of LetterBoxMat here, 'resize_h' and 'resize_w' of ResizeMat"
 ELSEWHERE = {
     "accelerator": _DEVICE,
+    "agnostic_nms": _AGNOSTIC,
     "batch_size": _LARGEST,
     "batch_timeout": _WAIT,
     "batch_wait_timeout_s": _WAIT,
+    "conf": _SCORE,
+    "conf_thres": _SCORE,
+    "conf_threshold": _SCORE,
+    "confidence": _SCORE,
     "count": _INSTANCES,
     "default_timeout_microseconds": _DEADLINE,
     "device": _DEVICE,
     "gpus": _DEVICE,
+    "half": "it is 'precision' of TensorrtTensor here; an ONNX file has its own",
+    "img_size": _SIDES,
+    "imgsz": _SIDES,
     "input_map": _MAP,
     "instance_group": _INSTANCES,
+    "iou_thres": _OVERLAP,
+    "iou_threshold": _OVERLAP,
     "max_batch_size": _LARGEST,
     "max_ongoing_requests": _IN_FLIGHT,
     "max_queue_delay_microseconds": _WAIT,
     "max_queue_size": _IN_FLIGHT,
     "max_queued_requests": _IN_FLIGHT,
     "max_wait_time": _WAIT,
+    "nms": "a YOLO's postprocessor does NMS here, by 'iou'; of an export with nms=True, EndToEndBoxes does none",
+    "nms_threshold": _OVERLAP,
     "num": _INSTANCES,
     "num_gpus": _DEVICE,
     "num_replicas": _INSTANCES,
@@ -60,7 +76,7 @@ ELSEWHERE = {
     "timeout": _DEADLINE,
     "workers_per_device": _PROCESSES,
 }
-"""Keys of other servers and their equivalents here; docs/migrating.md lists them too."""
+"""Keys of other servers and their equivalents here; docs/migrating.md and docs/detectors.md list them too."""
 
 _NORMALISE = (
     "'mean' and 'std' of the model's node normalise, of pixels from 0 to 255; NormalizeMat and NormalizeTensor do it "
