@@ -238,6 +238,15 @@ def test_standard_streams_that_are_closed_read_and_write_nothing(
     assert ended.stderr == said or said is None
 
 
+def test_warnings_are_told_from_errors(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('backend = "S[DecodeMat,NormalizeMat]"\nmean = 0.5\nstd = 127.5\n')
+    tool = "import sys; from torchpipe_py.cli import main; sys.exit(main())"
+    ended = run(sys.executable, "-c", tool, "check", "a.toml", cwd=tmp_path)
+    assert ended.returncode == 0
+    assert ended.stderr.startswith("torchpipe: warning: a.toml: node ")
+    assert "key 'mean': 0.5 looks like the mean of pixels 0..1" in ended.stderr
+
+
 def test_closed_stdout_causes_no_traceback():
     code = "from torchpipe_py.cli import main; raise SystemExit(main(['backends', '--markdown']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # It parses its own options, which scripts/client_qps.py shares.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
-        with _sigterm_as_ctrl_c():
+        with _sigterm_as_ctrl_c(), _named_warnings():
             registry.import_all(",".join(getattr(args, "imports", None) or ()))
             status = args.run(args) or 0
             print(end="", flush=True)  # raises OSError if stdout is closed
@@ -128,6 +129,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"torchpipe: {error.name} is not installed (pip install torchpipe_py without --no-deps)", file=sys.stderr)
     return int(getattr(args, "error_status", 1))
+
+
+class _Named(logging.Formatter):
+    """Lines that begin as those of errors do, with the word ``warning``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"torchpipe: {record.levelname.lower()}: {super().format(record)}"
+
+
+@contextmanager
+def _named_warnings() -> Iterator[None]:
+    """A context in which logged warnings are told from errors, unless logging is set up, as by imported code."""
+    handler = logging.lastResort  # what logs if nothing is set up
+    if handler is None:
+        yield
+        return
+    before = handler.formatter
+    handler.setFormatter(_Named())
+    try:
+        yield
+    finally:
+        handler.setFormatter(before)
 
 
 @contextmanager

@@ -217,7 +217,7 @@ MENDABLE = [
     ("tiny --weights random --out two.txt/model", "--out two.txt/model: no such folder: two.txt"),
     ("tiny --weights random --postprocessor Sigmoidd", "--postprocessor Sigmoidd: did you mean 'Sigmoid'?"),
     ("tiny --weights random --crop 64", "--crop 64: more than --resize 40 leaves"),
-    ("tiny --weights random --mean 123.675,116.28,103.53", "divide yours by 255"),
+    ("tiny --weights random --mean 123.675,116.28,103.53", "are divided by 255: --mean 0.485,0.456,0.406"),
     ("tiny --weights random --std 0,1,1", "--std: contains a zero"),
     ("no_such_module:build", "no such module, installed or in"),
     ("fixed.py", "fixed.py: name the function in it that returns the model: fixed.py:function; MODEL is"),

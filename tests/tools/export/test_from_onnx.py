@@ -298,6 +298,13 @@ def test_options_change_what_was_assumed(folder: Path, capsys: Any) -> None:
     assert "label 0 to label 9" in printed
 
 
+def test_the_unit_of_mean_and_std_is_said_and_taken(folder: Path, capsys: Any) -> None:
+    constant_model(folder / "m.onnx", {"logits": np.ones((1, 10))})
+    assert "need --mean 0 --std 1 (mean = 0 and std = 255 in the TOML, of 0 to 255)" in exported(capsys, "m.onnx")
+    exported(capsys, "m.onnx", "--mean", "0", "--std", "1", "--force")
+    assert (float(model_of("m.toml").get("mean", 0)), float(model_of("m.toml")["std"])) == (0, 255)
+
+
 def test_pixels_stay_whole_where_the_model_normalises_them(folder: Path, capsys: Any) -> None:
     for scale, std in ((255.0, None), (0.2, "255")):
         graph = Graph()
@@ -324,6 +331,7 @@ def test_requests_run_alone_where_batches_fail(folder: Path, capsys: Any) -> Non
         (("--resize", "32x32"), "images of 32x32: m.onnx takes ?x3x64x64"),
         (("--color", "gray"), "--color gray: the model takes 3 channels"),
         (("--mean", "123"), "expected values for pixels 0 to 1"),
+        (("--mean", "0", "--std", "255"), "as in the TOML, are divided by 255: --std 1"),
         (("--fit", "whole"), "--fit whole: the model takes ?x3x64x64"),
         (("--postprocessor", "SoftMax"), "--postprocessor SoftMax: did you mean 'SoftmaxMax'?"),
         (("--labels", "none.txt"), "--labels none.txt: No such file or directory"),

@@ -45,7 +45,16 @@ class Transform:
         if not isinstance(self.resize, int) and self.interpolation != "bilinear":
             raise ToolError(f"--interpolation {self.interpolation}: a resize to HxW supports only bilinear")
         if max(self.mean, default=0.0) > 1 or max(self.std, default=0.0) > 1.5:
-            raise ToolError("--mean, --std: expected values for pixels 0 to 1, as in Normalize; divide yours by 255")
+            numbers = (("mean", self.mean, 1), ("std", self.std, 1.5))
+            meant = [
+                f"--{key} {','.join(f'{value / 255:.6g}' for value in values)}"
+                for key, values, most in numbers
+                if max(values, default=0.0) > most
+            ]
+            raise ToolError(
+                "--mean, --std: expected values for pixels 0 to 1, as in Normalize; those of pixels 0 to 255, as in "
+                f"the TOML, are divided by 255: {' '.join(meant)}"
+            )
         if 0.0 in self.std:
             raise ToolError("--std: contains a zero")
 

@@ -304,6 +304,9 @@ class Pixels:
     words: str
 
 
+_PLAIN_PIXELS = "models that take just 0 to 1 need --mean 0 --std 1 (mean = 0 and std = 255 in the TOML, of 0 to 255)"
+
+
 def read_pixels(model: OnnxModel, image: ImageInput, reading: Reading) -> Pixels:
     """How the model takes pixels, by its type, its first operators, or else the custom of its kind."""
     if image.spec.dtype == "uint8":
@@ -322,7 +325,7 @@ def read_pixels(model: OnnxModel, image: ImageInput, reading: Reading) -> Pixels
     if reading.postprocessor == "BoxesScoresLabels":
         return Pixels(*ZERO_TO_ONE, "0 to 1, as torchvision's detectors take them")
     if image.is_last:
-        words = "-1 to 1, as many Keras models take them; 0 to 1 is mean = 0 and std = 255, and 0 to 255 is neither"
+        words = f"-1 to 1, as many Keras models take them; {_PLAIN_PIXELS}, and 0 to 255 neither key"
         return Pixels(*MINUS_ONE_TO_ONE, words)
-    words = "normalised by ImageNet's mean and std; models that take just 0 to 1 need mean = 0 and std = 255"
+    words = f"normalised by ImageNet's mean and std; {_PLAIN_PIXELS}"
     return Pixels(*IMAGENET, words)
