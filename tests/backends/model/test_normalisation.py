@@ -140,7 +140,7 @@ def test_check_warns_of_pixels_that_are_scaled_twice(
     pixels = graph.add("Cast", graph.add("Transpose", "x", perm=[0, 1, 3, 2]), to=TensorProto.FLOAT)
     value = np.full((8, 8) if operator == "MatMul" else (), number, np.float32)
     graph.add(operator, pixels, graph.constant(value), output="y")
-    dims = ["n", 3, 8, 8]
+    dims: list[int | str] = ["n", 3, 8, 8]
     path = graph.save(tmp_path / "m.onnx", {"x": (dtype, dims)}, {"y": (TensorProto.FLOAT, dims)})
     plan_pipeline({"backend": "OnnxTensor", "model": str(path), "std": std})
     assert ("the model begins by normalising pixels 0..255 of input 'x' itself" in caplog.text) == is_twice
