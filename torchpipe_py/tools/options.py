@@ -8,13 +8,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, listed, nearest
 from torchpipe_py.files import output_problem
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.values import to_floats
+
+if TYPE_CHECKING:
+    from torchpipe_py.plan.build import Pipeline
 
 # --- types of values; argparse adds the flag to their errors
 
@@ -247,7 +250,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--ordered", action="store_true", help="lines in the order of SOURCE; default: as files are done")
     content = "content: add the SHA-256 of each file, and compute the same content once; default: path"
     add("--by", choices=("path", "content"), default="path", help=content)
-    add("--node_name", metavar="NAME", help="the root that files enter, where the configuration has several")
+    _add_node_name(parser, "files")
     outputs = "what lines have of a request's dict, separated by commas; default: result"
     add("--outputs", type=_names, default=["result"], metavar="KEYS", help=outputs)
     parameter = "a parameter of each request, as threshold=0.5: JSON, or else a text; may be repeated"
@@ -309,6 +312,19 @@ def _add_goal_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     add("--no-progress", dest="progress", action="store_false", help="no progress bar, nor a line per phase")
 
 
+def _add_node_name(parser: argparse.ArgumentParser, what: str) -> None:
+    text = f"the root that {what} enter, where the configuration has several"
+    parser.add_argument("--node_name", metavar="NAME", help=text)
+
+
+def check_node_name(plan: Pipeline, name: str | None) -> None:
+    """``ToolError`` unless ``name`` is a root of the plan, or None where it has only one."""
+    if name is None and plan.only_root is None:
+        raise ToolError(f"--node_name: has to name one of the roots: {listed(list(plan.roots))}")
+    if name is not None and name not in plan.roots:
+        raise ToolError(f"--node_name {name}: not a root; {nearest(name, plan.roots)}")
+
+
 # --- torchpipe bench and torchpipe load
 
 DEFAULT_TOTAL = 10_000
@@ -339,6 +355,7 @@ def add_load_options(parser: argparse.ArgumentParser, clients: str) -> None:
     add("--request_client", type=client, default=20, metavar="N", help=clients + default)
     add("--request_batch", type=client, default=1, metavar="N", help="images per call" + default)
     add("--total_number", type=images, default=DEFAULT_TOTAL, metavar="N", help="images to send in total" + default)
+    _add_node_name(parser, "images")
     warmup = "calls per client, not counted; default 5 %% of the calls or of --duration, 1 to 50"
     add("--warmup", type=at_least(0, MOST_IMAGES), metavar="N", help=warmup)
     labels = "report accuracy: circle/03.jpg and circle_03.jpg have the label circle"

@@ -170,3 +170,17 @@ def test_a_report_that_cannot_be_written_is_printed(bench: Bench, images: Callab
     assert run.status == 2
     assert "4 sent, 4 answered" in run.out
     assert run.err.endswith(f"torchpipe: {loop}: cannot be written: {os.strerror(errno.ELOOP)}\n")
+
+
+def test_node_name_says_which_root_images_enter(bench: Bench, images: Callable[..., Path]) -> None:
+    folder = images(a="a")
+    both = f'[first]\n{IDENTITY}[second]\nbackend = "DecodeMat"\n'
+    run = bench(both, folder, "--total_number", 4, "--node_name", "first")
+    assert (run.status, run.report["images_ok"]) == (status_of(run.report), 4), run.err
+    run = bench(both, folder, "--total_number", 4, "--node_name", "second")
+    assert (run.status, run.report["images_ok"]) == (status_of(run.report, 1), 0)
+    assert "FAILED: no image has a result" in run.out.splitlines()[0]
+    for options, why in (((), "one of the roots: first, second"), (("--node_name", "frst"), "did you mean 'first'?")):
+        run = bench(both, folder, *options)
+        assert run.status == 2
+        assert why in run.err

@@ -121,6 +121,25 @@ def test_results_without_a_label_count_as_good(images: Images, register: Registe
     assert (report["images_ok"], report["images_sent"], report["errors"]) == (12, 12, {})
 
 
+@pytest.mark.parametrize("transport", ["buffered", "http"])
+def test_node_name_says_which_root_images_enter(images: Images, register: Register, transport: str) -> None:
+    first, second = register(returns(("first", 0.5))), register(returns(("second", 0.5)))
+    folder, options = images(second_1="a"), ("--transport", transport, "--total_number", 4, "--request_client", 2)
+    with pipe({"first": {"backend": first}, "second": {"backend": second}}) as run, LocalServer(run) as server:
+        done, report = load(folder, server.port, *options, "--labels_from_names", "--node-name", "second")
+        assert (report["images_ok"], report["accuracy"]) == (4, 1), done.stdout
+        assert "--node_name second" in done.stdout
+        for name, hint, message in (
+            ((), "give the one to load as --node_name", "must name one of the roots: first, second"),
+            (("--node_name", "secnd"), "", "no root 'secnd'; did you mean 'second'?"),
+        ):
+            done, report = load(folder, server.port, *options, *name)
+            assert done.returncode == status_of(report, 2)
+            assert done.stdout.splitlines()[0].split(maxsplit=1)[1].startswith("FAILED: no image has a result")
+            assert message in done.stdout
+            assert hint in done.stdout
+
+
 def test_images_over_http(images: Images) -> None:
     def answer(path: str, body: bytes) -> tuple[int, object]:
         word, _, label = body.decode().partition(":")

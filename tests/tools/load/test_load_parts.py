@@ -495,6 +495,9 @@ def test_comparison_reports_differences() -> None:
         newer = made_report(settings={"request_client": 5, "priority": priority})
         assert compare.comparison(made_report(), newer).count("DIFFERENT") == count
     assert "n/a" in compare.comparison(made_report(), made_report(latency_ms=None))
+    none = made_report(latency_ms=None, images_ok=0, images_failed=9, errors={"timeout": 9})
+    assert "B: no image has a result" in compare.comparison(made_report(), none)
+    assert judge.verdict({**none, "slo": None}) == "FAILED: no image has a result"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import WorkerDied
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.proc.child import ChildProcess
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.load.arrivals import NS_PER_S, Load, Payload, Plan, deal
@@ -107,8 +107,9 @@ class Client:
 class ClientThreads:
     """Owns the client threads of one run on a pipe, in a closed loop."""
 
-    def __init__(self, plans: Sequence[Plan], run: pipe, payload: Payload) -> None:
+    def __init__(self, plans: Sequence[Plan], run: pipe, payload: Payload, node_name: str | None = None) -> None:
         self._pipe, self._is_stopping = run, False
+        self._root = {} if node_name is None else {TASK_NODE_NAME_KEY: node_name}
         self._clients = [Client(plan, payload, CallLog(plan.calls), Tally()) for plan in plans]
         self._threads: list[threading.Thread] = []
 
@@ -165,7 +166,7 @@ class ClientThreads:
 
     def _call(self, bodies: Sequence[bytes], batch: int) -> list[Any]:
         """Run a call; if several images fail with a defect, the pipe raises the first, which counts for each."""
-        items: list[dict[str, Any]] = [{TASK_DATA_KEY: body} for body in bodies]
+        items: list[dict[str, Any]] = [{TASK_DATA_KEY: body, **self._root} for body in bodies]
         raised: Exception | None = None
         try:
             self._pipe(items[0] if batch == 1 else items)

@@ -88,6 +88,7 @@ def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
     lines = [*aligned(rows, ("", "A", "B", "B/A")), "", f"QPS ratio B/A: {line}", *differences(a, b)]
     for name, run in (("A", a), ("B", b)):
         doubts = [*run["warnings"], *([] if run["valid"] else ["the run is not valid"])]
+        doubts += ["no image has a result: its QPS counts errors"] if run["errors"] and not run["images_ok"] else []
         doubts += [f"unstable: {reason}" for reason in run.get("unstable_because", ())]
         lines += [f"{name}: {doubt}" for doubt in doubts]
     return "\n".join(lines)

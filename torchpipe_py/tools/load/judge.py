@@ -231,7 +231,7 @@ def verdict(report: dict[str, Any]) -> str:
     """The verdict in a few words."""
     parts = ["interrupted"] if report["interrupted"] else [] if report["valid"] else ["INVALID"]
     if report["errors"]:
-        parts.append(f"{report['images_failed']} failed")
+        parts.append(f"{report['images_failed']} failed" if report["images_ok"] else "FAILED: no image has a result")
     if "stable" in report:
         parts.append("stable" if report["stable"] else "UNSTABLE")
     if report["slo"] is not None:

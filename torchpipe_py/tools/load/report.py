@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.errors import counted
+from torchpipe_py.errors import UnknownNode, counted
 from torchpipe_py.tools import report as shared
 from torchpipe_py.tools.load import judge
 from torchpipe_py.tools.load.arrivals import Load, Payload
@@ -23,6 +23,7 @@ from torchpipe_py.tools.load.measure import cpu_model, node_rows, service_rows
 from torchpipe_py.tools.load.records import NO_REPLY, Outcome, Records
 from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis
 
+_UNKNOWN_NODE = f":{UnknownNode.code}"  # the end of the name of such an error over Thrift and HTTP
 OTHERS_LIMIT = 25.0  # percent of a core, for all processes outside the run
 HEADS = ("run", "offered", "QPS", "results/s", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
 
@@ -37,6 +38,7 @@ _SETTINGS = (
     "total_number",
     "slo_p99",
     "priority",
+    "node_name",
 )
 _FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s", "images_sent")
 _COUNTS = ("images_answered", "images_ok", "images_failed", "images_unsent")
@@ -107,6 +109,9 @@ def make_report(
     warnings = [f"the tester is the limit: {reason}" for reason in limits]
     if cpu["other_cpu_percent"] is not None and cpu["other_cpu_percent"] > OTHERS_LIMIT:
         warnings.append(f"other processes used {cpu['other_cpu_percent']:.0f}% of a core")
+    errors = outcome.tally.errors
+    if about["settings"].get("node_name") is None and any(kind.endswith(_UNKNOWN_NODE) for kind in errors):
+        warnings.append("the service has several models: give the one to load as --node_name")
     return {
         **about,
         "window_s": window,
@@ -118,8 +123,8 @@ def make_report(
         "qps": answered / (window or float("inf")),
         "calls_per_s": len(replies) / (window or float("inf")),
         "goodput": int(records.ok[in_time].sum()) / (window or float("inf")),
-        "images_failed": sum(outcome.tally.errors.values()),
-        "errors": dict(outcome.tally.errors.most_common()),
+        "images_failed": sum(errors.values()),
+        "errors": dict(errors.most_common()),
         "error_examples": outcome.tally.examples,
         "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
         "latency_ms": judge.summarize(records.good("latency")),
@@ -167,12 +172,13 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [("WARNING", warning) for warning in report["warnings"]]
     machine = report["machine"]
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
-    low = ", priority 1 (low)" if settings.get("priority") else ""
+    more = ", priority 1 (low)" if settings.get("priority") else ""
+    more += f", --node_name {settings['node_name']}" if settings.get("node_name") else ""
     about = "{config} in this process, clients are threads" if is_bench else "{host}:{port} ({transport})"
     rows += [
         ("config" if is_bench else "server", about.format_map(settings)),
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
-        ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call{low}"),
+        ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call{more}"),
         ("warm-up", f"{counted(report['warmup_calls'], 'call')} before it, not counted (--warmup)"),
         ("images", "{images_sent} sent, {images_answered} answered, {images_ok} with a result".format_map(report)),
         ("window", f"{report['window_s']:.3f} s"),
@@ -193,13 +199,16 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 def _verdict(report: dict[str, Any]) -> str:
     """The verdict on the figures."""
     failed = report["images_failed"]
+    parts = ["FAILED: no image has a result, QPS counts errors"] if failed and not report["images_ok"] else []
     if report["interrupted"]:
-        return "INTERRUPTED: the numbers are of a part of it"
-    if not report["valid"]:
-        return "INVALID: it measures the tester itself"
-    if report.get("tester_limited"):
-        return "valid for the SLO only: other figures include the tester"
-    return f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"
+        parts.append("INTERRUPTED: the numbers are of a part of it")
+    elif not report["valid"]:
+        parts.append("INVALID: it measures the tester itself")
+    elif not parts and report.get("tester_limited"):
+        parts.append("valid for the SLO only: other figures include the tester")
+    elif not parts:
+        parts.append(f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid")
+    return "; ".join(parts)
 
 
 def _answer_rows(report: dict[str, Any]) -> list[tuple[str, str]]:

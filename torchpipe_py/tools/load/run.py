@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from torchpipe_py.errors import counted
 from torchpipe_py.idl import load_idl
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.load import judge, measure
 from torchpipe_py.tools.load.arrivals import load_images, make_load, make_plans
@@ -23,7 +24,7 @@ from torchpipe_py.tools.load.client import ClientProcesses, ClientThreads
 from torchpipe_py.tools.load.compare import compare_main
 from torchpipe_py.tools.load.records import CallLog, collect
 from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, make_report, page, print_report
-from torchpipe_py.tools.options import parse_load
+from torchpipe_py.tools.options import check_node_name, parse_load
 from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, write_json, write_text
 
 EXIT_ALL_FAILED = 1  # exit status of bench
@@ -76,13 +77,15 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> dict[str, Any]:
     check_outputs({"json": args.json}, [args.config])
+    plan = plan_pipeline(args.config)
+    check_node_name(plan, args.node_name)
     payload = load_images(args.img_dir, args.labels_from_names)
     settings = {name: value for name, value in vars(args).items() if not callable(value)}
     about = describe_run(settings, payload, ("torchpipe_py", "torch", "onnxruntime"))
     images = len(payload.bodies)
     plans = make_plans(args.request_client, args.request_batch, args.total_number, images, args.warmup)
-    run = pipe(args.config)
-    clients = ClientThreads(plans, run, payload)
+    run = pipe(plan)
+    clients = ClientThreads(plans, run, payload, args.node_name)
     try:
         clients.warm_up()
         before = run.stats()
@@ -160,11 +163,12 @@ class LoadRunner:
         """Read the images and probe the server. Raises ``ToolError``."""
         from torchpipe_py.tools.load import wire
 
+        priority, name = options.priority, options.node_name
         if options.transport == "http":
-            speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path, options.priority)
+            speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path, priority, name)
         else:
             is_framed = options.transport == "framed"
-            speaks = wire.ThriftWire(load_idl(), is_framed, options.request_batch, options.priority)
+            speaks = wire.ThriftWire(load_idl(), is_framed, options.request_batch, priority, node_name=name)
         self._endpoint = wire.Endpoint(speaks, options.host, options.port, options.timeout)
         self._payload = load_images(options.img_dir, options.labels_from_names)
         asyncio.run(wire.probe(self._endpoint))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
+from urllib.parse import quote
 
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType
@@ -53,11 +54,21 @@ class ThriftWire:
     """``InferenceService`` in the binary protocol: ``infer_batch`` for one image per call, else ``infer_many``.
 
     ``takes_any``: for results of any kind, such as detections; both methods answer only labels with scores, unless
-    ``infer_many`` gets images as ``inputs``.
+    ``infer_many`` gets images as ``inputs``. So it does for a ``node_name``, which is only for these.
     """
 
-    def __init__(self, idl: ModuleType, framed: bool, batch: int, priority: int = 0, takes_any: bool = False) -> None:
+    def __init__(
+        self,
+        idl: ModuleType,
+        framed: bool,
+        batch: int,
+        priority: int = 0,
+        takes_any: bool = False,
+        node_name: str | None = None,
+    ) -> None:
+        takes_any = takes_any or node_name is not None
         self._idl, self._framed, self._priority, self._takes_any = idl, framed, priority, takes_any
+        self._node_name = node_name
         # ``infer_batch`` has no priority.
         self._method = "infer_batch" if batch == 1 and not priority and not takes_any else "infer_many"
 
@@ -81,7 +92,7 @@ class ThriftWire:
         priority = self._priority or None
         if self._takes_any:
             inputs = [{"data": self._idl.Value(bytes=body)} for body in bodies]
-            return self._call(self._method, sequence, inputs=inputs, priority=priority)
+            return self._call(self._method, sequence, inputs=inputs, priority=priority, node_name=self._node_name)
         uuids = (f"{client:04x}-{sequence:08x}-{slot:04x}" for slot in range(len(bodies)))
         params = [self._idl.InferenceParams(uuid=uuid, data=body) for uuid, body in zip(uuids, bodies, strict=True)]
         if self._method == "infer_batch":
@@ -150,7 +161,9 @@ def _answer(outcome: Any) -> Answer | None:
 class HttpWire:
     """Raw images, each POSTed to ``path``; answers as JSON."""
 
-    def __init__(self, host: str, path: str, priority: int = 0) -> None:
+    def __init__(self, host: str, path: str, priority: int = 0, node_name: str | None = None) -> None:
+        if node_name is not None:
+            path += f"{'&' if '?' in path else '?'}node_name={quote(node_name, safe='', errors='surrogateescape')}"
         fields = "X-Priority: 1\r\n" if priority else ""
         fields += "Content-Type: application/octet-stream\r\nContent-Length: "
         self._head = f"{path} HTTP/1.1\r\nHost: {host}\r\n{fields}"

@@ -14,10 +14,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from torchpipe_py.cores import NVIDIA, usable_cores
-from torchpipe_py.errors import counted, listed, nearest
-from torchpipe_py.plan.build import Pipeline, plan_pipeline
+from torchpipe_py.errors import counted
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.sharing import usual_workers
+from torchpipe_py.tools.options import check_node_name
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.run.identity import identity_of
 from torchpipe_py.tools.run.lines import HEAD_KEYS, Job, Settings, failed_line, line_of_same_content, with_hash
@@ -58,7 +59,7 @@ def run_run(args: argparse.Namespace) -> int:
     source = open_source(args.source)
     tables = parse_toml(args.config)
     plan = plan_pipeline(tables)
-    _check_root(plan, args.node_name)
+    check_node_name(plan, args.node_name)
     partial = Path(f"{out}.partial")
     settings = _settings(args, tables, str(partial) if args.draw else "")
     lock = Lock(out, identity_of(args, tables, plan, kind), args.restart)
@@ -309,13 +310,6 @@ def _settings(args: argparse.Namespace, tables: Tables, folder: str) -> Settings
     return Settings(
         tables, tuple(args.imports or ()), args.node_name, tuple(args.outputs), parameters, args.by == "content", folder
     )
-
-
-def _check_root(plan: Pipeline, node_name: str | None) -> None:
-    if node_name is None and plan.only_root is None:
-        raise ToolError(f"--node_name: has to name one of the roots: {listed(list(plan.roots))}")
-    if node_name is not None and node_name not in plan.roots:
-        raise ToolError(f"--node_name {node_name}: not a root; {nearest(node_name, plan.roots)}")
 
 
 def _workers(args: argparse.Namespace, source: Source, settings: Settings, tables: Tables) -> Workers:
