@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import struct
@@ -11,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import encode, picture
@@ -375,3 +377,13 @@ def test_loader_works_with_spawn(dataset: ImageFiles, toml: str) -> None:
         spawned = taken(loader)
     with wrapped(dataset, toml, transforms_cpu=OnTheCpu(), cpu_percentage=0.5) as loader:
         assert same(spawned, taken(loader))
+
+
+@pytest.mark.parametrize("wrong", [["a.jpg"], ["ab"], [Path("a.jpg")], [("a.jpg",)], [("a.jpg", 1, 2)], [(1, "a.jpg")]])
+def test_samples_that_are_not_pairs_are_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(TrainingError, match=rf"\(path, label\) pairs, got {re.escape(repr(wrong[0]))}$"):
+        ImageFiles([("b.jpg", 0), *wrong])
+    with pytest.raises(TrainingError, match="got 'images'; a folder: ImageFolder"):
+        ImageFiles("images")  # type: ignore[arg-type]
+    assert ImageFiles([("a.jpg", 0), ["b.jpg", 1], np.array(["c.jpg", "2"])]).samples  # type: ignore[list-item]
+    assert ImageFiles([(1, 2)], loader=bytes)[0] == (b"\0", 2)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torchpipe_py.backends.signature import shown_dims
+from torchpipe_py.errors import quoted
 from torchpipe_py.training.errors import TrainingError, UnreadableFile, library
 
 FORMAT = 1
@@ -41,10 +42,19 @@ def cv2_loader(path: str | os.PathLike[str]) -> bytes:
 
 
 class ImageFiles:
-    """A dataset of ``(encoded bytes, label)`` from a list of ``(path, label)``: ``samples``."""
+    """A dataset of ``(encoded bytes, label)`` from a list of ``(path, label)``: ``samples``.
+
+    Raises ``TrainingError`` for anything else than pairs. Only a ``loader`` of yours may take what is not a path.
+    """
 
     def __init__(self, samples: Sequence[tuple[Any, Any]], loader: Callable[[Any], bytes] = cv2_loader) -> None:
+        if isinstance(samples, (str, bytes, os.PathLike)):
+            raise TrainingError(f"ImageFiles takes (path, label) pairs, got {samples!r}; a folder: ImageFolder")
         self.samples, self._loader = list(samples), loader
+        for sample in self.samples:
+            is_pair = not isinstance(sample, (str, bytes)) and hasattr(sample, "__len__") and len(sample) == 2
+            if not is_pair or (loader is cv2_loader and not isinstance(sample[0], (str, bytes, os.PathLike))):
+                raise TrainingError(f"ImageFiles takes (path, label) pairs, got {quoted(sample)}")
 
     def __len__(self) -> int:
         return len(self.samples)
