@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 # A name is a module or a folder. Names that share a line import nothing of each other.
 PACKAGE = [
-    "aging cores errors files idl keys malloc results",
-    "arguments values filters metrics",
+    "aging cores errors idl keys malloc results",
+    "arguments files values filters metrics",
     "encryption",
     "wire backends.params backends.signature",
     "backends.base",

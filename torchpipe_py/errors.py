@@ -340,6 +340,15 @@ _MOST_COMPARED = 500
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for an error message: the valid name closest to ``name``, or all; of many, the three closest."""
+    return _nearest(name, valid)[1]
+
+
+def nearest_name(name: str, valid: Iterable[str]) -> str:
+    """The valid name that ``name`` probably means; empty if there is none."""
+    return _nearest(name, valid)[0]
+
+
+def _nearest(name: str, valid: Iterable[str]) -> tuple[str, str]:
     names = sorted(set(valid))
     count = len(names)
     if count > _MOST_COMPARED:
@@ -352,15 +361,15 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     cutoff = 0.7 if len(names) > _MOST_NAMES else 0.6 if len(word) > 4 else 0.5
     close = difflib.get_close_matches(word, lowered, n=1, cutoff=cutoff)
     if close:
-        return f"did you mean {lowered[close[0]]!r}?"
+        return lowered[close[0]], f"did you mean {lowered[close[0]]!r}?"
     if not names:
-        return "none is valid here"
+        return "", "none is valid here"
     if len(names) <= _MOST_NAMES:
-        return "valid: " + ", ".join(names)
+        return "", "valid: " + ", ".join(names)
     bare = {each.lstrip("-"): valid for each, valid in lowered.items()}  # all flags would match by their dashes
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=3, cutoff=0.5)
     three = ", ".join(bare[each] for each in near)
-    return f"the nearest of {count}: {three}" if near else f"none of the {count} valid names is near"
+    return "", f"the nearest of {count}: {three}" if near else f"none of the {count} valid names is near"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import BinaryIO, Literal
 
+from torchpipe_py.errors import nearest_name
+
 ENCRYPTED = b"\x89TPENC\r\n"
 """First bytes of an encrypted model."""
 
@@ -55,6 +57,33 @@ def leave_deleted_folder() -> str:
         os.chdir("/")
         return "the working directory was deleted: relative paths are now of /"
     return ""
+
+
+def missing(path: str, suffix: str = "") -> str:
+    """The end of a message that there is no ``path``: what is probably meant, or else the working directory."""
+    meant = nearest_path(path, suffix)
+    return f"; did you mean {meant!r}?" if meant else f" (working directory: {os.getcwd()})"
+
+
+def nearest_path(path: str, suffix: str = "") -> str:
+    """The file or folder that ``path`` probably means; empty if there is none.
+
+    With ``suffix`` it is a file with it or, if ``path`` has no suffix, perhaps a folder.
+    """
+    folder, name = os.path.split(path)
+    try:
+        names = sorted(each for each in os.listdir(folder or ".") if not each.startswith("."))
+    except (OSError, ValueError):
+        return ""
+    stem, end = os.path.splitext(name)
+    if suffix:
+        folders = [] if end else [each for each in names if os.path.isdir(os.path.join(folder, each))]
+        names = folders + [each for each in names if each.endswith(suffix)]
+    # NOTE: suffixes would make all names alike. Of names that differ only by them, the last has that of ``path``.
+    names.sort(key=lambda each: os.path.splitext(each)[1] == end)
+    by_stem = {os.path.splitext(each)[0]: each for each in names}
+    meant = nearest_name(stem, by_stem)
+    return os.path.join(folder, by_stem[meant]) if meant else ""
 
 
 class FileContent:

@@ -154,7 +154,7 @@ def test_syntax_error_names_the_line_and_what_is_expected(tmp_path: Path) -> Non
         (b'\xef\xbb\xbf[a]\r\nname = "\xe9"', "not UTF-8, as TOML is: byte 0xe9 in line 2; save it as UTF-8"),
         ("[a]".encode("utf-16"), "not UTF-8, as TOML is: byte 0xff in line 1"),
         (b"#" * (MOST_CHARACTERS + 1), "more than 1048576 characters"),
-        (Path.mkdir, "not a regular file"),
+        (Path.mkdir, "a folder; expected a path ending in .toml"),
         (os.mkfifo, "not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     ],
@@ -168,6 +168,27 @@ def test_refuses_missing_or_invalid_files(tmp_path: Path, content: Any, problem:
         content(path)
     for read in (parse_toml, pipe):
         assert refusal(path, read).startswith(f"{path}: {problem}")
+
+
+@pytest.mark.parametrize("read", [parse_toml, pipe])
+def test_names_the_file_that_is_meant(tmp_path: Path, read: Any) -> None:
+    (tmp_path / "m3" / "seg").mkdir(parents=True)
+    for name in ("det.toml", "det.onnx", "other.toml", "seg/2.toml", ".dett.toml"):
+        (tmp_path / "m3" / name).touch()
+    m3 = tmp_path / "m3"
+    for path, problem in (
+        (m3 / "dett.toml", f"no such file; did you mean {str(m3 / 'det.toml')!r}?"),
+        (m3 / "set.toml", f"no such file; did you mean {str(m3 / 'det.toml')!r}?"),
+        (m3 / "far-away.toml", f"no such file (working directory: {os.getcwd()})"),
+        (m3, f"a folder; name one file of it: {m3}/det.toml, {m3}/other.toml, {m3}/seg/2.toml"),
+        (m3 / "seg", f"a folder; name one file of it: {m3}/seg/2.toml"),
+    ):
+        assert refusal(path, read) == f"{path}: {problem}"
+    assert refusal(m3 / "det", pipe) == f"{m3}/det: no such file or folder; did you mean {str(m3 / 'det.toml')!r}?"
+    assert refusal(f"{m3}4", pipe) == f"{m3}4: no such file or folder; did you mean {str(m3)!r}?"
+    for name in "abcd":
+        (m3 / f"{name}.toml").touch()
+    assert refusal(m3, read).endswith(f"{m3}/a.toml, {m3}/b.toml, {m3}/c.toml, …")
 
 
 @pytest.mark.parametrize("read", [parse_toml, pipe, parse_folder])

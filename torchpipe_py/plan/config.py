@@ -8,9 +8,11 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, ClassVar, TypeVar
 
 from torchpipe_py.errors import ConfigError, Problems, logger, nearest, quoted
+from torchpipe_py.files import iter_matches, missing, nearest_path
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ORIGINAL_COLOR_KEY, TASK_ORIGINAL_KEY
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.syntax import explain
@@ -190,14 +192,17 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
     name = os.fspath(path)
     try:
         # NOTE: a service reloads it while it serves: reading a pipe would block, and /dev/zero never ends.
-        if not stat.S_ISREG(os.stat(name).st_mode):
+        kind = os.stat(name).st_mode
+        if stat.S_ISDIR(kind):
+            raise ConfigError(f"{name}: a folder; {_one_of(name)}")
+        if not stat.S_ISREG(kind):
             raise ConfigError(f"{name}: not a regular file")
         with open(name, encoding="utf-8-sig") as file:  # editors on Windows write a mark at the start
             text = file.read(MOST_CHARACTERS + 1)
         if len(text) > MOST_CHARACTERS:
             raise ConfigError(f"{name}: more than {MOST_CHARACTERS} characters")
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file (working directory: {os.getcwd()})") from None
+        raise ConfigError(f"{name}: no such file{missing(name, '.toml')}") from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -224,8 +229,21 @@ def _check_name(name: str) -> None:
     if name.lower().endswith(_MODELS):
         export = f"; torchpipe export {name} writes one" if name.lower().endswith(".onnx") else ""
         raise ConfigError(f"{name}: a model; expected the TOML file that names it, as model = {quoted(name)}{export}")
-    missing = "" if os.path.exists(name) else "no such file or folder; "
-    raise ConfigError(f"{name}: {missing}expected a path ending in .toml")
+    if os.path.isdir(name):
+        raise ConfigError(f"{name}: a folder; {_one_of(name)}")
+    expected = "expected a path ending in .toml"
+    if not os.path.exists(name):
+        meant = nearest_path(name, ".toml")
+        expected = f"no such file or folder; {f'did you mean {meant!r}?' if meant else expected}"
+    raise ConfigError(f"{name}: {expected}")
+
+
+def _one_of(folder: str) -> str:
+    """How to name one configuration of a folder."""
+    found = islice(chain(iter_matches(f"{folder}/*.toml"), iter_matches(f"{folder}/*/*.toml")), 4)
+    files = [os.path.normpath(path) for path in found]
+    more = ", …" if len(files) > 3 else ""
+    return f"name one file of it: {', '.join(files[:3])}{more}" if files else "expected a path ending in .toml"
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:

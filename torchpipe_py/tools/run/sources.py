@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from torchpipe_py.backends.image.files import iter_images
 from torchpipe_py.backends.image.formats import IMAGE_SUFFIXES
-from torchpipe_py.errors import ConfigError, TorchpipeError, first_line, nearest
-from torchpipe_py.files import MOST_READ, is_pattern, iter_matches
+from torchpipe_py.errors import ConfigError, TorchpipeError, first_line
+from torchpipe_py.files import MOST_READ, is_pattern, iter_matches, missing
 from torchpipe_py.plan.config import Place
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.wire.json_values import to_text
@@ -212,12 +212,7 @@ def open_source(text: str) -> Source:
         return Source(text, lambda: _as_they_come(lambda: _of_list(text)), can_read_again=False)
     if is_pattern(text):
         return Source(text, lambda: ((path, path) for path in _matched(text)))
-    folder = os.path.dirname(text) or "."
-    if not os.path.isdir(folder):
-        raise ToolError(f"{text}: no such file or folder (working directory: {os.getcwd()})")
-    hint = nearest(os.path.basename(text), os.listdir(folder))
-    where = f"; {hint}" if hint.startswith("did you mean") else f" (working directory: {os.getcwd()})"
-    raise ToolError(f"{text}: no such file or folder{where}")
+    raise ToolError(f"{text}: no such file or folder{missing(text)}")
 
 
 def _images(folder: str) -> Iterator[str]:
