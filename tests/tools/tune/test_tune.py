@@ -928,6 +928,20 @@ def test_bad_input_gets_one_clear_line(
     assert (status in (1, 2), [message in line for line in printed if line.startswith("torchpipe")]) == (True, [True])
 
 
+def test_images_without_a_result_are_named_together(folder: Path) -> None:
+    good = (IMAGES / "checker_00.jpg").read_bytes()
+    for images, message in (
+        (
+            [good, b"bad"],
+            "images[1] has no result: DecodeError: 3 bytes: not a JPEG, PNG, WebP or BMP image; remove it",
+        ),
+        ([b"bad", good, b"", b"x"], "; remove it from the images, and images[2], images[3], which have none either"),
+        ([b"bad", b"x"], "image; the other images have none either"),
+    ):
+        with pytest.raises(ToolError, match=re.escape(message)):
+            tune("ok.toml", images)
+
+
 def test_imports_custom_backends_from_python(folder: Path) -> None:
     (folder / "python.py").write_text((folder / "own.py").read_text().replace("TuneOwn", "TunePython"))
     with pytest.raises(ToolError, match=r"images\[0\] has no result: DecodeError"):

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Protocol
 
+from torchpipe_py.errors import listed
 from torchpipe_py.tools.load.arrivals import repeated
 from torchpipe_py.tools.load.in_process import WAIT_S, Failed
 from torchpipe_py.tools.report import ToolError, printable
@@ -171,6 +172,10 @@ class Service:
             raise ToolError("one at a time, the images take too long: give fewer, or a longer --budget")
         return [end - begin for begin, end in pairwise([0.0, *ends])], failed
 
+    def failures(self, candidate: Candidate, seconds: float) -> list[Failed]:
+        """The images that have no result in the first worker, as far as ``seconds`` allow."""
+        return list(self._team.call([(0, "failures", (self._slot_of(candidate), seconds))], seconds + LATE_S)[0])
+
     def closed_loop(self, candidate: Candidate, clients: int, seconds: float) -> float:
         """Answers per second, without the first tenth of the time."""
         ends, failed = self._closed_loop(self._slot_of(candidate), candidate.workers, clients, seconds)
@@ -294,6 +299,16 @@ class Profile:
     loop_s: float
 
 
+def _without_result(failures: Sequence[Failed], names: Sequence[str]) -> str:
+    """What to do about images without a result."""
+    (number, why), *others = failures
+    problem = f"{printable(names[number])} has no result: {why}"
+    if len(failures) == len(names) > 1:
+        return f"{problem}; the other images have none either"
+    more = [printable(names[number]) for number, _ in others]
+    return f"{problem}; remove it from the images" + (f", and {listed(more)}, which have none either" if more else "")
+
+
 def profile(service: Service, written: Candidate, cores: int, names: Sequence[str], most_s: float) -> Profile:
     """Measure the file; its images, which have ``names``, may take ``most_s`` seconds one at a time.
 
@@ -301,7 +316,7 @@ def profile(service: Service, written: Candidate, cores: int, names: Sequence[st
     """
     took, failed = service.one_by_one(written, most_s)
     if failed is not None:
-        raise ToolError(f"{printable(names[failed[0]])} has no result: {failed[1]}")
+        raise ToolError(_without_result(service.failures(written, most_s) or [failed], names))
     lone, uses_gpu, most = statistics.median(took), service.uses_gpu, CLIENTS_PER_CORE * cores
     base = as_served(written, cores, uses_gpu)
     try:

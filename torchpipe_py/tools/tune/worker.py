@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from socket import AF_UNIX, socket
+from time import perf_counter
 from typing import Any
 
 from torchpipe_py.cores import limit_threads
@@ -108,6 +109,15 @@ class _State:
     def closed_loop(self, slot: int, *arguments: Any) -> tuple[list[float], Failed | None]:
         """``in_process.closed_loop``."""
         return closed_loop(self._pipes[slot], self._images, *arguments)
+
+    def failures(self, slot: int, seconds: float) -> list[Failed]:
+        """The images without a result, each run alone, as far as ``seconds`` allow."""
+        until, found = perf_counter() + seconds, list[Failed]()
+        for number, image in enumerate(self._images):
+            now = perf_counter()
+            _, failed = closed_loop(self._pipes[slot], [image], 1, max(0.0, until - now), now, most=1)
+            found += [] if failed is None else [(number, failed[1])]
+        return found
 
     def open_loop(self, slot: int, *arguments: Any) -> list[float]:
         """``in_process.open_loop``."""
