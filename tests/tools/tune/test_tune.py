@@ -778,9 +778,9 @@ def test_open_verdict_gives_a_reason() -> None:
     between = "cannot tell: measurements vary too much (95 % interval of the gain: 0.40 to 5.00)"
     assert verdict_line(report).startswith(between)
     assert verdict_line(replace(report, failed="it died")) == "cannot tell: it died"
-    assert verdict_line(replace(report, other_programs=0.4)).startswith(
-        "cannot tell: other programs took 40% of the cores"
-    )
+    assert verdict_line(replace(report, other_programs=0.4)).startswith("cannot tell: no other settings were tried, as")
+    tried = replace(report_of(trial(), trial(1.1, 1.1)), verdict="cannot tell", other_programs=0.4)
+    assert verdict_line(tried).startswith("cannot tell: other programs took 40% of the cores")
 
 
 def test_end_before_a_limit_is_chosen_is_reported() -> None:
@@ -831,6 +831,23 @@ def test_better_settings_are_the_tuned_file(fake: FakeMeasurer) -> None:
     assert report["best"]["settings"] == {"n.max": 32}
     assert report["gain_interval"] == [pytest.approx(1.3)] * 2
     assert (report["yours"]["processes"], report["yours"]["measured"]) == ("--workers 2", pytest.approx(90, rel=0.03))
+
+
+def test_budget_that_would_do_is_named_if_there_was_time_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speed(candidate: Candidate) -> float:
+        if str(candidate) != str(base):
+            raise ToolError("nothing was answered within 0.3 s")
+        return 50.0
+
+    def profiled(written: Candidate) -> Profile:
+        measurer.now += 11.5
+        return known(base)
+
+    base, measurer = Candidate(WRITTEN, CHAIN, workers=2), FakeMeasurer(speed)
+    use_measurer(measurer, profiled, monkeypatch)
+    report = tune(CHAIN, [b"image"], slo_p99=0.02, budget=25, cores=2)
+    assert (report["verdict"], report["others"]) == ("cannot tell", [])
+    assert report["failed"] == "no other settings could be measured; --budget 115 leaves time for them"
 
 
 @pytest.mark.parametrize(
@@ -1073,12 +1090,12 @@ def test_with_a_busy_neighbour_it_cannot_tell(
 ) -> None:
     others_take(0.4 * (os.cpu_count() or 1), monkeypatch)
     arguments = ["ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json", "--allow-pixels"]
-    assert main(["tune", *arguments]) == 0
+    assert main(["tune", *arguments]) == 1
     report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
     known = [report[key] for key in ("verdict", "tuned", "yours", "other_programs")]
     assert known == ["cannot tell", None, None, pytest.approx(0.4)]
     printed = capsys.readouterr().out
-    assert "cannot tell: other programs took 40% of the cores; measure on a quiet" in printed
+    assert "cannot tell: no other settings were tried, as other programs took 40% of the cores; measure" in printed
     assert "not tried: GPU decode: there is no GPU" in printed
     assert not (folder / "ok.tuned.toml").exists()
 

@@ -86,7 +86,10 @@ def _with_other_pixels(bench: Bench) -> Sequence[Candidate]:
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    """0 after a verdict, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot tune."""
+    """0 after a verdict, 1 if no other settings were tried, 130 after Ctrl-C.
+
+    Raises ``TorchpipeError`` if it cannot tune.
+    """
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     check_out(path, out, {"json": args.json, "html": args.html})
@@ -104,7 +107,7 @@ def run_tune(args: argparse.Namespace) -> int:
         write_json(args.json, report.to_json())
     if args.html is not None:
         write_text(args.html, text.page(report))
-    return EXIT_INTERRUPTED if report.verdict == "interrupted" else 0
+    return EXIT_INTERRUPTED if report.verdict == "interrupted" else int(report.is_empty)
 
 
 def check_out(path: Path, out: Path, others: Mapping[str, Path | None]) -> None:

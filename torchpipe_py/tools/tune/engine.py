@@ -27,7 +27,7 @@ from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.candidates import ENGINES, Candidate, shapes_of, unkept_engines
 from torchpipe_py.tools.tune.measure import CALLS, MOST_ARRIVALS, Goal, Loops, Profile, Service, profile
 from torchpipe_py.tools.tune.report import Report
-from torchpipe_py.tools.tune.search import Budget, Progress, Trial, search
+from torchpipe_py.tools.tune.search import NO_TIME, PHASE_ENDS, Budget, Progress, Trial, search
 from torchpipe_py.tools.tune.verify import TuningVerdict, verify
 
 MOST_ONE_BY_ONE_SHARE = 0.3
@@ -170,6 +170,7 @@ def measure(
             meter = CpuMeter(service.pids, [])
             meter.start()
             known = profile(service, shapes[0], len(usable), list(images), MOST_ONE_BY_ONE_SHARE * wanted.budget)
+            profile_s = clock.spent * wanted.budget
             report.profile = {"lone": known.lone, "answers": known.answers}
             goal = _goal_of(wanted, known)
             if wanted.slo_p99 is not None and goal.slo < wanted.slo_p99:
@@ -185,6 +186,9 @@ def measure(
                 ranked = search(chosen, known, loops, clock, trials)
                 verdict = hooks.confirm(bench, verify(yours, ranked, loops, goal, clock))
                 report.decide(verdict)
+                if not any(trial.gains for trial in trials[1:]) and NO_TIME in [trial.failed for trial in trials[1:]]:
+                    # So that the profile ends when it should.
+                    report.failed += f"; --budget {math.ceil(profile_s / PHASE_ENDS['profile'])} leaves time for them"
                 if not _is_disturbed(report, meter) and verdict.kind == "better":
                     report.tuned = dict(verdict.best.candidate.config)
         except KeyboardInterrupt:

@@ -114,6 +114,11 @@ class Report:
         """There is no verdict, and nothing is better."""
         self.verdict, self.failed, self.tuned = "cannot tell", why, None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no verdict because no other setting was measured."""
+        return self.verdict == "cannot tell" and not self.others
+
     def complete(self, trials: Sequence[Trial]) -> None:
         """Take the trials, as far as they were measured, and what was left out."""
         yours, others = trials[0] if trials else None, list(trials[1:])
@@ -180,7 +185,7 @@ def verdict_line(report: Report) -> str:
     parity = f"; {report.best.parity}" if report.best and report.best.parity else ""
     why = f"measurements vary too much ({between}): tune with a longer --budget, or"
     if (report.other_programs or 0.0) > MOST_BY_OTHERS:
-        why = f"{_others(report)};"
+        why = f"{'no other settings were tried, as ' if report.is_empty else ''}{_others(report)};"
     if report.failed:
         return f"cannot tell: {report.failed}"
     return {
