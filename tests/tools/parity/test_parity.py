@@ -387,6 +387,15 @@ def test_a_recorded_source_runs_once_for_each_image(images: Path) -> None:
 # -- torchvision's transform ------------------------------------------------------------------------------------------
 
 
+def test_warning_of_the_configuration_is_given_once(
+    write: Write, images: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_small_zoo(monkeypatch)
+    config = write("a", '[n]\nbackend = "S[DecodeMat,NormalizeMat]"\nmean = 0.5\nstd = 0.2\n')
+    main(["parity", config, "--img_dir", str(images), "--torchvision", "Tiny_Weights.V1"])
+    assert sum("key 'std'" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_pixels_are_torchvisions(parity: Parity, tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_zoo(monkeypatch)
     assert main(["export", "tiny", "--weights", "random", "--out", str(tmp_path / "model")]) == 0

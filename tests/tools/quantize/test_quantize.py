@@ -80,6 +80,12 @@ def zero_points(model: onnx.ModelProto) -> list[np.ndarray]:
 # -- the demo -----------------------------------------------------------------------------------------------------
 
 
+def test_warning_of_the_configuration_is_given_once(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    config = write(f"{DEMO}{LABELLED}".replace("58.395, 57.12, 57.375", "0.5"))
+    main(["quantize", config, "--img_dir", str(IMAGES), "--out", "small.onnx", "--max-drop", "100"])
+    assert sum("key 'std'" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_the_demo_is_quantised_and_served(folder: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     config = write(f'{DEMO}{LABELLED}"precision::fp32" = "/0/Conv"\n')
     assert main(["quantize", config, "--img_dir", str(IMAGES), "--out", "small.onnx"]) == 0

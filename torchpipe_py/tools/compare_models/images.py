@@ -14,7 +14,7 @@ from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.backends.model.postprocess import read_labels
 from torchpipe_py.errors import UnknownNode
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.compare_models.predicted import as_result
 from torchpipe_py.tools.report import ToolError, printable
@@ -82,10 +82,10 @@ Function = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class ResultSource:
-    """A source of results for images, and its name in reports: a TOML file, its tables, or a function."""
+    """A source of results for images, and its name in reports: a TOML file, its tables or plan, or a function."""
 
     name: str
-    config: str | Mapping[str, Any] | Function
+    config: str | Mapping[str, Any] | Pipeline | Function
 
     def open(self, stack: ExitStack) -> Runner:
         """Its runner, closed with ``stack``. Raises like ``pipe``, and ``ToolError`` for several roots."""
@@ -93,7 +93,7 @@ class ResultSource:
 
     def open_pipe(self, stack: ExitStack) -> PipeRunner:
         """The same, of a configuration. ``ToolError`` for a function."""
-        if not isinstance(self.config, (str, Mapping)):
+        if not isinstance(self.config, (str, Mapping, Pipeline)):
             raise ToolError(f"{self.name}: expected a configuration, not a function")
         return PipeRunner(self.name, self.config, stack)
 
@@ -123,10 +123,10 @@ class PipeRunner:
 
     is_function = False
 
-    def __init__(self, config: str, source: str | Mapping[str, Any], stack: ExitStack) -> None:
+    def __init__(self, config: str, source: str | Mapping[str, Any] | Pipeline, stack: ExitStack) -> None:
         self.config = config
-        self._source = source
-        self._pipe = stack.enter_context(pipe(source))
+        self._plan = plan_pipeline(source)
+        self._pipe = stack.enter_context(pipe(self._plan))
         self.batch = min(BATCH, int(self._pipe.stats()["max_inflight"]))
         self.choices: Mapping[str, Sequence[str]] = self._pipe.setup_choices()
         try:
@@ -142,7 +142,7 @@ class PipeRunner:
         return self._pipe.map(requests, self.batch, return_errors=True)
 
     def labels(self) -> Sequence[str]:
-        for plan in reversed([*plan_pipeline(self._source).plans.values()]):
+        for plan in reversed([*self._plan.plans.values()]):
             for part in plan.parts():
                 if part.params.get("labels"):
                     return read_labels(part.params["labels"])

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data, ItemBackend
 from torchpipe_py.backends.params import Param
+from torchpipe_py.errors import without_warnings
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
@@ -42,7 +43,8 @@ def before_model(config: str, weights: str) -> tuple[Tables, list[str]]:
     Raises ``ToolError`` if torchvision or the ``weights`` are missing, ``ConfigError`` for a bad configuration.
     """
     preset = find_weights(weights, "--torchvision").transforms()
-    tables, plans, notes = parse_toml(config), plan_pipeline(config).plans, []
+    with without_warnings():  # what is compared is planned again
+        tables, plans, notes = parse_toml(config), plan_pipeline(config).plans, []
     name, plan = next((name, plan) for name, plan in reversed(list(plans.items())) if not plan.spec.next)
     first = next(part for part in plan.backends[0].parts() if not part.children)
     if len(plans) > 1 and first.cls.__name__ in MODELS:

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.errors import counted
+from torchpipe_py.errors import counted, without_warnings
 from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.keys import TASK_RESULT_KEY
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.compare_models.figures import accuracy, agreement
 from torchpipe_py.tools.compare_models.images import Pictures, PipeRunner, ResultSource, images_of, read_images
@@ -38,6 +39,12 @@ def divide(paths: Sequence[Path], most: int) -> tuple[list[Path], list[Path]]:
     )
 
 
+def _planned(config: str | Tables) -> Pipeline:
+    """The plan of a file, or of tables made of it, for which ``find_target`` has warned."""
+    with without_warnings():
+        return plan_pipeline(config)
+
+
 def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[list[Arrays], list[str]]:
     """The model inputs from ``tables`` for each image, and a line for each image without a result.
 
@@ -46,7 +53,7 @@ def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[l
     given: list[Arrays] = []
     refused: list[str] = []
     with ExitStack() as stack:
-        runner = PipeRunner(tables.source, tables, stack)
+        runner = PipeRunner(tables.source, _planned(tables), stack)
         for start in range(0, len(paths), runner.batch):
             pictures, unread = read_images(img_dir, paths[start : start + runner.batch])
             refused += [f"{name}: {reason}" for name, reason in unread]
@@ -129,7 +136,8 @@ def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], c
 def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
     """Compare both models on images not used for calibration; ``ToolError`` if too much is lost."""
     name = f"{target.config} with {args.out.name}"
-    reference, changed = ResultSource(target.config, target.config), ResultSource(name, target.with_model(candidate))
+    reference = ResultSource(target.config, _planned(target.config))
+    changed = ResultSource(name, _planned(target.with_model(candidate)))
     parity = compare(reference, changed, Pictures(args.img_dir, paths), worst=0)
     agreed, right = agreement(parity.compared), accuracy(parity.compared)
     refused = "".join(f"; {image.name}: {image.a or image.b}" for image in parity.refused[:1])
