@@ -156,10 +156,11 @@ class HttpRequest:
         line, is not Latin-1, or is one of ``_FRAMING``.
         """
         status, kind, body, own = answer[:4]
-        head = _start_of_head(status, kind)
-        if status not in _WITHOUT_BODY:  # these have no Content-Length, either (RFC 9110 8.6)
-            head += b"Content-Length: %d\r\n" % len(body)
-        head += b"Date: %b\r\n" % _date(int(time()))
+        start, date = _start_of_head(status, kind), _date(int(time()))
+        if status in _WITHOUT_BODY:  # these have no Content-Length, either (RFC 9110 8.6)
+            head = b"%bDate: %b\r\n" % (start, date)
+        else:
+            head = b"%bContent-Length: %d\r\nDate: %b\r\n" % (start, len(body), date)
         for fields in (own, more):
             if fields:
                 for name, value in fields.items():

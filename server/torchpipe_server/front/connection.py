@@ -345,9 +345,10 @@ class Connection(asyncio.BufferedProtocol):
     def reply(self, call: Call, result: Any) -> None:
         """Encode the answer and pass it to the loop; for any thread."""
         assert self.service is not None
-        is_long = False
-        with suppress(Exception):  # of a handler's answer with a body that is none: `_encode` meets it again
+        try:
             is_long = self.service.takes_long(call.message, result)
+        except Exception:  # of a handler's answer with a body that is none: `_encode` meets it again
+            is_long = False
         if is_long:
             call_from_any_thread(self.owner.loop, self._reply_aside, call, result)
         else:

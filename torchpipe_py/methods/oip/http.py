@@ -206,9 +206,9 @@ def answer(
     Another thread encodes long JSON, and then raises what it is refused for.
     """
     is_long = sum([output.size(False) for output, is_binary in outputs if not is_binary]) > SMALL_BYTES
-    make = partial(encoded_answer, model, version, request, outputs, reply, is_long)
     if not is_long or any(is_binary for _, is_binary in outputs):
-        return make()
+        return encoded_answer(model, version, request, outputs, reply, is_long)
+    make = partial(encoded_answer, model, version, request, outputs, reply, True)
     return HttpAnswer(200, _JSON, b"", make=lambda: make().body, size=sum(output.size(True) for output, _ in outputs))
 
 
