@@ -86,7 +86,7 @@ def _from_array(idl: Any, key: str, value: Any) -> Any:
         return idl.Tensor(dtype=wire.STRING, shape=list(value.shape), data=wire.joined_texts(value))
     array = wire.to_array(key, value)
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
+    return idl.Tensor(dtype=wire.dtype_name(array.dtype), shape=list(array.shape), data=little.tobytes())
 
 
 def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:

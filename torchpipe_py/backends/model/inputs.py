@@ -17,6 +17,7 @@ from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
 from torchpipe_py.errors import InvalidRequest, counted, first_line, nearest, quoted, shown
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.wire.pictures import is_picture
+from torchpipe_py.wire.values import dtype_name
 
 
 def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
@@ -212,7 +213,7 @@ def check_numbers(array: np.ndarray, dtype: str, name: str) -> None:
     Infinity and NaN are kept.
     """
     wanted = np.dtype("float32" if dtype == "bfloat16" else dtype)
-    if array.dtype.name == dtype:
+    if dtype_name(array.dtype) == dtype:
         return
     if array.dtype.kind in "iu" and wanted.kind in "iu":
         limits, least, most = np.iinfo(wanted), int(array.min(initial=0)), int(array.max(initial=0))
@@ -220,7 +221,7 @@ def check_numbers(array: np.ndarray, dtype: str, name: str) -> None:
             raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype} of {least}..{most}")
     elif not _can_cast(array.dtype, wanted):
         raise InvalidRequest(f"input {name!r} takes {dtype}, got {array.dtype}")
-    elif may_overflow(array.dtype.name, dtype):
+    elif may_overflow(dtype_name(array.dtype), dtype):
         if -BEYOND[dtype] < float(array.min(initial=0)) <= float(array.max(initial=0)) < BEYOND[dtype]:
             return
         large = array[np.isfinite(array) & ~((-BEYOND[dtype] < array) & (array < BEYOND[dtype]))]

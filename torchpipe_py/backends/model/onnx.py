@@ -43,6 +43,7 @@ from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, logger, nearest
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
+from torchpipe_py.wire.values import dtype_name
 
 _DTYPES = {
     "tensor(float)": "float32",
@@ -389,7 +390,7 @@ class _Input:
             check_numbers(array, self.spec.dtype, name)
         # A cast to a smaller type looks at every number.
         is_safe = array.dtype == self.dtype or (
-            self.dtype.kind == "f" and not may_overflow(array.dtype.name, self.spec.dtype)
+            self.dtype.kind == "f" and not may_overflow(dtype_name(array.dtype), self.spec.dtype)
         )
         if is_tensor and array is given and is_safe:
             self._fitting = array.shape, array.dtype
